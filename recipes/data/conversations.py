@@ -22,7 +22,13 @@ from longctx_patch.recipes.data.losses import Losses
 from longctx_patch.recipes.data.records import Record
 from longctx_patch.recipes.data.specials import MARK, Specials, Tokens, without_marks
 from longctx_patch.recipes.data.turns import Conversation, Message
-from longctx_patch.recipes.data.unwritten import REASONING, Field, unwritten
+from longctx_patch.recipes.data.unwritten import (
+    END_OF_THINKING,
+    REASONING,
+    Field,
+    names_of,
+    unwritten,
+)
 from longctx_patch.recipes.data.windows import ids_of_text, tokens_of_text
 
 Marks = Literal["own", "trl", "none"]
@@ -232,6 +238,8 @@ class Template:
         for number, name in left_out:
             if name not in self.may_leave_out:
                 where = "" if number is None else f" of message {number + 1}"
+                if number is not None and name in REASONING and not messages[number].get(name):
+                    where += f", which is what its content has before `{END_OF_THINKING}`"
                 raise record.refused(
                     f"the chat template leaves out {name}{where}, so the model would not see it. "
                     "Give a template that writes it (--chat-template FILE), or say that it may be "
@@ -255,7 +263,7 @@ def _check_answers(
 ) -> None:
     """Refuse turns of the assistant that say nothing, which would be learned."""
     for number, message in enumerate(messages):
-        said = {name for name in ("tool_calls", *REASONING) if message.get(name)}
+        said = {*names_of(message)} - {"name"}
         gone = {name for (place, name), wholly in left_out.items() if wholly and place == number}
         said -= gone | set(REASONING if gone & {*REASONING} else ())
         if message["role"] == "assistant" and not said and not _last_line(message.get("content")):
@@ -406,12 +414,14 @@ def is_conversation(value: Any) -> bool:
 
 
 def _last_line(content: Any) -> str:
-    """The last line of a message that has something in it; templates change what is before."""
+    """The last line of a message that has something in it, and is no thinking; templates change
+    what is before."""
     if isinstance(content, list):
         content = "".join(
             str(part.get("text", "")) for part in content if isinstance(part, Mapping)
         )
-    lines = [line.strip() for line in str(content or "").splitlines()]
+    answer = str(content or "").rpartition(END_OF_THINKING)[2]
+    lines = [line.strip() for line in answer.splitlines()]
     return next((line for line in reversed(lines) if line), "")
 
 

@@ -23,8 +23,9 @@ from longctx_patch.recipes.data.records import (
     is_empty_file,
     kind_of,
 )
-from longctx_patch.recipes.data.roles import check_roles, with_roles
+from longctx_patch.recipes.data.roles import check_roles, check_weights, with_roles
 from longctx_patch.recipes.data.specials import Specials
+from longctx_patch.recipes.data.turns import Message
 from longctx_patch.recipes.data.windows import ids_of_text
 
 TooLong = Literal["refuse", "cut", "split"]
@@ -150,15 +151,23 @@ class Reading:
             return ids, ids
         start = 0
         if self.kind == "chat":
-            messages = messages_of(record, "messages")
+            messages = self._messages(record, "messages")
             ids, learned = self.template.tokens(record, messages, losses=losses)
-            if self.assistant_only:
-                check_roles(record, messages, self.template.text or self.tokenizer.chat_template)
         else:
             prompt, ids, learned = self._completion(record, "completion", losses)
             start = _common_prefix(prompt, ids) if self.completion_only else 0
         places = enumerate(zip(ids, learned, strict=True))
         return ids, [i if yes and n >= start else IGNORE_INDEX for n, (i, yes) in places]
+
+    def _messages(self, record: Record, field: str, *, learned: bool = True) -> list[Message]:
+        """The messages in a field. `learned`: whether its turns are to be learned."""
+        messages = messages_of(record, field)
+        if self.kind != "chat" or self.assistant_only:
+            template = self.template.text or self.tokenizer.chat_template
+            check_roles(record, field, messages, template)
+        if learned:
+            check_weights(record, field, messages, assistant_only=self.assistant_only)
+        return messages
 
     def _completion(
         self, record: Record, field: str, losses: Losses
@@ -166,7 +175,8 @@ class Reading:
         """(ids of the prompt alone, ids of both, which of these are learned as such)."""
         prompt, answer = record.fields.get("prompt"), record.fields[field]
         if is_conversation(answer):
-            before, after = messages_of(record, "prompt"), messages_of(record, field)
+            before = self._messages(record, "prompt", learned=not self.completion_only)
+            after = self._messages(record, field)
             alone, _ = self.template.tokens(record, before, ends=False)
             both = [*before, *after]
             may_be_empty = field != "completion"
@@ -189,6 +199,9 @@ class Reading:
         from trl.data_utils import extract_prompt
 
         if record.fields.get("prompt") is None:
+            for name in ("chosen", "rejected"):
+                if is_conversation(record.fields[name]):
+                    self._messages(record, name, learned=False)
             record = record._replace(fields=extract_prompt(dict(record.fields)))
             if not record.fields["prompt"]:
                 raise record.refused(

@@ -1,4 +1,5 @@
-"""Who says a message: ShareGPT's names as roles, and roles that no template knows."""
+"""Who says a message: ShareGPT's names as roles, roles that no template knows, and turns that are
+not to be learned."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -52,15 +53,34 @@ def _with_role(record: Record, field: str, number: int, message: Mapping[str, An
     return {"role": role, "content": message.get("value"), **rest}
 
 
-def check_roles(record: Record, messages: Sequence[Mapping[str, Any]], template: Any) -> None:
+def check_roles(
+    record: Record, field: str, messages: Sequence[Mapping[str, Any]], template: Any
+) -> None:
     """Raise BadRecord for a role that neither is usual nor stands in the chat template, whose turn
-    a template for any role would write, and which would not be learned."""
+    a template for any role would write, and which would not be learned as the assistant's."""
     text = " ".join(template.values()) if isinstance(template, dict) else str(template)
     for number, message in enumerate(messages, start=1):
         role = message["role"]
         if role not in ROLES and f"'{role}'" not in text and f'"{role}"' not in text:
             raise record.refused(
-                f"message {number} has the role {role!r}, which the chat template does not name, "
-                f"so that its turn would not be learned.{did_you_mean(role, ROLES)} Give one of "
-                f"{', '.join(ROLES)}, or a template that names it (--chat-template FILE)."
+                f"message {number} of {field} has the role {role!r}, which the chat template does "
+                "not name, so that its turn would not be learned as the assistant's."
+                f"{did_you_mean(role, ROLES)} Give one of {', '.join(ROLES)}, or a template that "
+                "names it (--chat-template FILE)."
             )
+
+
+def check_weights(
+    record: Record, field: str, messages: Sequence[Mapping[str, Any]], *, assistant_only: bool
+) -> None:
+    """Raise BadRecord for a turn that is learned, and of which the record says otherwise."""
+    for number, message in enumerate(messages, start=1):
+        if assistant_only and message["role"] != "assistant":
+            continue
+        for name in ("weight", "train"):
+            if message.get(name) not in (None, 1):
+                raise record.refused(
+                    f"message {number} of {field} has {name}={message[name]!r}, and its turn would "
+                    f"be learned like any other. Leave {name} out, or split the record: what is "
+                    "not to be learned as `prompt`, what follows as `completion`."
+                )

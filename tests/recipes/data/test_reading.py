@@ -164,6 +164,8 @@ def test_older_names_of_messages() -> None:
     assert read(reading, older) == read(reading, newer)
     names = [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2", "weight": None}]
     sharegpt = {"conversations": names, "system": ""}
+    newer["messages"][0]["train"] = False  # type: ignore[assignment]  # as it is
+    newer["messages"][1]["weight"] = 1  # type: ignore[assignment]
     assert read(reading, sharegpt) == read(reading, newer)
     chatml = CHAT.replace("('user', 'tool')", "('user', 'system')")
     reading = Reading(words(chatml), "chat", WHOLE, assistant_only=True)
@@ -238,7 +240,32 @@ REFUSED: dict[str, tuple[Reading, dict[str, Any], str]] = {
     "a mistyped role": (
         Reading(words(ANY_ROLE), "chat", 100, assistant_only=True),
         {"messages": [*ANSWERED, user("w1"), user("w2", "asistant")]},
-        r"message 4 has the role 'asistant', which .* Did you mean 'assistant'\?.*of system, dev",
+        r"message 4 of messages has the role 'asistant', .* mean 'assistant'\?.*of system, dev",
+    ),
+    "a mistyped role of an answer": (
+        Reading(words(ANY_ROLE), "preference", 100),
+        {"prompt": [user("w1")], "chosen": [user("w2", "asistant")], "rejected": ANSWERED[1:]},
+        r"message 1 of chosen has the role 'asistant', which .* mean 'assistant'\?",
+    ),
+    "a mistyped role of an answer that has its prompt": (
+        Reading(words(ANY_ROLE), "preference", 100),
+        {"chosen": ANSWERED, "rejected": [user("w1"), user("w2", "asistant")]},
+        "message 2 of rejected has the role 'asistant', which",
+    ),
+    "a mistyped role of a completion": (
+        Reading(words(ANY_ROLE), "completion", 100),
+        {"prompt": [user("w1")], "completion": [user("w2", "asistant")]},
+        "message 1 of completion has the role 'asistant', which",
+    ),
+    "a turn of no weight": (
+        reading("chat", assistant_only=True),
+        {"messages": [user("w1"), {**user("w2", "assistant"), "weight": 0}]},
+        "message 2 of messages has weight=0, .* Leave weight out, or split the record",
+    ),
+    "a turn not to train on": (
+        reading("completion"),
+        {"prompt": ANSWERED[:1], "completion": [{**user("w2", "assistant"), "train": False}]},
+        "message 1 of completion has train=False, ",
     ),
     "a name of ShareGPT's for calls": (
         reading("chat"),

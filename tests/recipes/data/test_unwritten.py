@@ -15,6 +15,9 @@ from tests.recipes.data.test_reading import words
 from tests.recipes.data.test_turns import CALLING, CHATML, TOOL, call, said, template_of
 
 THOUGHT = said("assistant", "First.", reasoning_content="so")
+THOUGHT_ALOUD = said("assistant", "<think>\nso\n</think>\n\nFirst.")
+IN_PARTS = {"role": "assistant", "content": [{"type": "text", "text": "<think>so</think>First."}]}
+OLD_CALL = {"name": "find", "arguments": '{"word": "one"}'}
 NAMED = [said("user", "One?", name="found"), said("assistant", "First.")]
 TWO_CALLS = [
     said("user", "One?"),
@@ -35,6 +38,24 @@ LEFT_OUT: dict[str, tuple[str, str | None, dict[str, Any], str]] = {
         None,
         {"messages": [said("user", "One?"), THOUGHT, said("user", "Two?"), THOUGHT]},
         "reasoning_content of message 2",
+    ),
+    "thinking in the content of an earlier turn": (
+        "qwen3",
+        None,
+        {"messages": [said("user", "One?"), THOUGHT_ALOUD, said("user", "Two?"), THOUGHT_ALOUD]},
+        r"thinking of message 2, which is what its content has before `</think>`",
+    ),
+    "thinking in parts of a content": (
+        "smollm2",
+        CHATML.replace("m.content", "(m.content[0].text or m.content).split('</think>')[-1]"),
+        {"messages": [said("user", "One?"), IN_PARTS]},
+        "thinking of message 2, which is what its content has before `</think>`",
+    ),
+    "an older call": (
+        "smollm2",
+        CHATML,
+        {"messages": [said("user", "One?"), said("assistant", "First.", function_call=OLD_CALL)]},
+        "function_call of message 2",
     ),
     "a name": ("llama3_1", None, {"messages": NAMED}, "name of message 1"),
 }
