@@ -15,6 +15,10 @@ Span = tuple[int, int]
 """(first, one past the last) column of a row's tokens."""
 
 
+LENGTHS = ("seq_lengths", "seq_idx", "cu_seq_lens_q")
+"""Arguments that say where documents are, beside position_ids."""
+
+
 @dataclass(frozen=True)
 class StockModel:
     """What a model does with rows before it is patched."""

@@ -27,6 +27,10 @@ Wanted = Literal["loss", "logits", "log_probs", "fused", "scores"]
 fused head (`fused`), or those of them that TRL's trainers read, by our head (`scores`)."""
 
 
+class ContradictionError(ValueError):
+    """Documents are said in two ways, which differ."""
+
+
 class HeadScores(NamedTuple):
     """How our head makes `scores`."""
 
@@ -178,7 +182,7 @@ def _documents(
     (first, lengths), *others = known.items()
     for name, theirs in others:
         if theirs != lengths:
-            raise ValueError(
+            raise ContradictionError(
                 f"{first} and {name} say different documents: {_short(lengths)} and "
                 f"{_short(theirs)} tokens. Give one of them."
             )

@@ -19,8 +19,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longctx_patch.data import ROWS_KEY, SHARD_KEY, SequenceShardCollator
-from longctx_patch.data.stock_rows import check_lengths_alone
-from longctx_patch.data.whole_rows import READ, WANTED_KEY, HeadScores, RowsPass, read_rows
+from longctx_patch.data.stock_rows import LENGTHS, check_lengths_alone
+from longctx_patch.data.whole_rows import (
+    READ,
+    WANTED_KEY,
+    ContradictionError,
+    HeadScores,
+    RowsPass,
+    read_rows,
+)
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.hf.call import images
 from longctx_patch.hf.call.inputs import option_problem
@@ -93,13 +100,24 @@ class RowPasses:
         if not self._are_shared(given):
             is_shard = given.get(SHARD_KEY) is not None
             if not is_shard:
-                check_lengths_alone(given, self._stock)
+                self._check_documents(given)
             return args, kwargs | (NO_MASKS if self._of_images and is_shard else {})
         shard = self._shard_of(given)
         if shard is None:
-            check_lengths_alone(given, self._stock)
+            self._check_documents(given)
             return args, kwargs
         return (), shard
+
+    def _check_documents(self, given: Arguments) -> None:
+        """Refuse documents that the stock path would not see, or that are said in two ways."""
+        check_lengths_alone(given, self._stock)
+        if any(given.get(name) is not None for name in LENGTHS):
+            try:
+                read_rows(given, self._stock)
+            except ContradictionError:
+                raise
+            except Exception:  # the stock path runs what can't be read here
+                return
 
     def _named(self, args: tuple[Any, ...]) -> Arguments:
         """Positional arguments by name; looked up in each pass, since TRL replaces forwards."""

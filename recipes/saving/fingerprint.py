@@ -105,10 +105,11 @@ def problems(
     if found:
         listed = "\n  ".join(f"{e.name} is {e.now!r}, the run has {e.then!r}" for e in found)
         names = " ".join(sorted({each.flag_name for each in found}))
+        epochs = " (--num-train-epochs gives max_steps too)" if "max_steps" in names else ""
         yield (
             f"resume: it differs from the run at {checkpoint}, so the numbers would not be those "
-            f"of one run:\n  {listed}\n{_other_files(then, now)}Use what the run had, start a new "
-            f"one, or go on all the same with --allow-change {names}."
+            f"of one run:\n  {listed}\n{_other_files(then, now)}Use what the run had{epochs}, "
+            f"start a new one, or go on all the same with --allow-change {names}."
         )
     # Only settings that both versions count as the world are compared.
     both = sorted(then["world"].keys() & now["world"].keys())

@@ -333,6 +333,12 @@ def test_lengths_that_the_stock_path_does_not_read(training: bool) -> None:
     with pytest.raises(ValueError, match=r"seq_lengths without position_ids: .*Give position_ids"):
         model(**given, seq_lengths=[list(LENGTHS[0])])
     model(**BATCHES["packed"].given, seq_lengths=[list(LENGTHS[0])])
+    total = sum(LENGTHS[0])
+    for other in ([total], [total - 1, 1]):
+        with pytest.raises(
+            ValueError, match="seq_lengths and position_ids say different documents"
+        ):
+            model(**BATCHES["packed"].given, seq_lengths=[other])
 
 
 REFUSED_ON_THE_LEFT = {

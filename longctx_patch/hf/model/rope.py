@@ -143,9 +143,10 @@ def reach_problem(model_config: "PreTrainedConfig", num_tokens: int) -> str | No
         )
     return (
         f"{num_tokens} tokens, but the model reaches {reach} (max_position_embeddings). "
-        "Use rope kind 'yarn' (--rope yarn; or linear or dynamic; in Python load it with "
-        f"longctx_patch.scale_rope(config, kind='yarn', target_length={num_tokens})), shorter "
-        f"documents, or {allow}."
+        "Scale its RoPE: --rope yarn (or linear or dynamic); in Python before the model is loaded, "
+        "config = longctx_patch.scale_rope(AutoConfig.from_pretrained(NAME), kind='yarn', "
+        f"target_length={num_tokens}) and from_pretrained(NAME, config=config). Or take shorter "
+        f"documents, or set {allow}."
     )
 
 

@@ -166,7 +166,7 @@ BY_POSITION = {
 @pytest.mark.parametrize(
     ("config", "arguments", "message"),
     [
-        ({}, {"kind": "none", "target_length": 129}, "reaches 128.*Use rope kind 'yarn'"),
+        ({}, {"kind": "none", "target_length": 129}, "reaches 128.*Scale its RoPE: --rope yarn"),
         ({}, {"kind": "yarn", "target_length": 128}, "already reaches 128.*Use rope kind 'none'"),
         ({}, {"kind": "yarn", "target_length": 512, "factor": 2}, "256, less.*Use 4 or more"),
         ({}, {"kind": "linear", "target_length": 512, "factor": 0.5}, "1 or more"),
