@@ -47,7 +47,7 @@ class ShardedRow:
                 "masks of their own. Give all rows to one call of SequenceShardCollator, which "
                 "joins them, instead of joining its batches."
             )
-        longest = max(map(max, lengths))
+        longest = max((tokens for row in lengths for tokens in row), default=0)
         real = tuple(map(sum, lengths))
         return cls(documents, real, cut, said.checksum, most_id, longest, problem)
 
