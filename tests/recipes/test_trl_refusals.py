@@ -50,7 +50,8 @@ SAYS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "unknown role": (
         lambda job: ["--data", str(write(job / "roles.jsonl", [robot()]))],
-        "roles.jsonl, line 1: the chat template leaves out the message of role 'robot'",
+        "roles.jsonl, line 1: message 1 of messages has the role 'robot', which the chat template "
+        "does not name",
     ),
     "nothing learned": (
         lambda job: ["--data", str(write(job / "user.jsonl", [{"messages": [user()]}]))],
