@@ -52,7 +52,7 @@ SIZES = (1024, 2048, 4096, 8192, 16384, 32768)
 QUICK_SIZES = (64, 128, 256)
 HEADS = ((32, 8), (8, 2))
 HEAD_DIM = 128
-"""Of the passes over memory, and of kernels unless `--head-dim` says otherwise."""
+"""The head size that passes over memory have, and kernels unless `--head-dim` says otherwise."""
 MESSAGE_BYTES = tuple(2**exponent for exponent in range(16, 29, 2))  # 64 KiB to 256 MiB
 QUICK_MESSAGE_BYTES = MESSAGE_BYTES[:3]
 OVERLAP_ROWS, OVERLAP_BYTES = 8192, 2**26

@@ -127,7 +127,7 @@ class Watch(TrainerCallback):
 
     @property
     def num_tokens(self) -> int:
-        """Of the row of the step that is running, or has just ended."""
+        """How many tokens the row has whose step is running, or has just ended."""
         return lengths_of(self.settings)[len(self.losses)]
 
     def on_pre_optimizer_step(self, *_: Any, model: nn.Module, **__: Any) -> None:

@@ -55,7 +55,7 @@ class Decisions:
     names_gpus: bool
     """Whether --gpus names a kind."""
     losses: Losses
-    """What of the first records is in no row."""
+    """Says what of the first records is in no row."""
 
     @property
     def settings(self) -> Settings:

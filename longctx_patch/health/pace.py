@@ -160,7 +160,7 @@ _ADVICE = (
 
 
 def _median(rates: Iterable[float]) -> float:
-    """Of those that were measured."""
+    """The median of those that were measured."""
     return statistics.median([rate for rate in rates if isfinite(rate)] or [nan])
 
 

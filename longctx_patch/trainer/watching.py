@@ -40,7 +40,7 @@ class WatchedMixin(_Trainer):
     _watchdog: Watchdog | None
     _pace: PaceCheck | None = None
     _say: Callable[[str], None]
-    """Of the trainer: logs a line once for the job."""
+    """Logs a line once for the job."""
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' training. Raises ValueError on all ranks where they would not train the

@@ -39,9 +39,9 @@ MARKED: dict[Marks, str] = {
 }
 """How the assistant's tokens are found."""
 MOST_CHARACTERS = 2**25
-"""Of a conversation: while its turns are found, each takes about 66 bytes."""
+"""The most characters of a conversation: each takes about 66 bytes while turns are found."""
 MOST_SECONDS = 20.0
-"""Of computing for what a template writes of one conversation."""
+"""Seconds of computing that a template may take for one conversation."""
 _SEEN = ("image", "images", "video", "videos", "audio")
 """Columns of TRL's that a conversation's placeholders stand for."""
 

@@ -1,4 +1,4 @@
-"""What of the records is in no row: which are left out, what is cut off, why, and where they are.
+"""Counts what of the records is in no row: what is left out or cut off, why, and where it is.
 
 A table counts this while it is made and keeps it beside its rows, so that whoever finds the table
 made can still say it.
