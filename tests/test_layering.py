@@ -16,7 +16,7 @@ PACKAGE = ROOT / "longctx_patch"
 # is a room of its own; `__init__` exports public names of all rooms below it.
 FLOORS = (
     ("rules", "processes", "user_cache"),
-    ("sequence", "transport", "memory"),
+    ("sequence", "transport", "memory", "evaluation/tasks"),
     ("plans", "kernels"),
     ("plans/generators", "plans/verify", "kernels/backends", "loss"),
     ("predict",),
@@ -31,6 +31,7 @@ FLOORS = (
     ("hf/call",),
     ("hf/loss",),
     ("hf",),
+    ("evaluation",),
     ("health",),
     ("checkpoints",),
     ("trainer",),

@@ -1,0 +1,1 @@
+"""Rows to evaluate on: retrieval tasks of any length, and questions of the user's own."""
