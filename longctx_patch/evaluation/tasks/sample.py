@@ -7,7 +7,7 @@ Scoring = Literal["forced", "ranked"]
 """How an answer is scored without generating it.
 
 * `forced`: teacher-forced. Each token of the expected answer is to be the most likely one after
-  the tokens before it. Greedy decoding then emits exactly this answer, so both score alike.
+  the tokens before it. Greedy decoding emits exactly this answer then and only then.
 * `ranked`: where wording or order are free. The expected answers are to have a higher
   log-probability than all others.
 """
@@ -26,8 +26,12 @@ class Sample:
     prompt: tuple[int, ...]
     """Token ids up to the answer, its prefix included."""
     answers: tuple[tuple[int, ...], ...]
-    """Token ids of what is expected. Forced: the parts of one answer, in their order, of which each
-    counts by itself. Ranked: each of the answers."""
+    """Token ids of what is expected. Forced: the parts of one answer, in their order. A part counts
+    if all tokens up to its end are right, as greedy decoding emits it then. Ranked: each of the
+    answers."""
+    spellings: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    """Forced: other ways to write the answer, each with its parts: `: 123` besides ` 123`. The
+    sample has the best score of all ways; greedy decoding takes one of them at most."""
     others: tuple[tuple[int, ...], ...] = ()
     """Ranked: token ids of answers that are wrong."""
     scoring: Scoring = "forced"
@@ -36,5 +40,6 @@ class Sample:
     def num_tokens(self) -> int:
         """Tokens of the longest row that this sample needs."""
         if self.scoring == "forced":
-            return len(self.prompt) + sum(map(len, self.answers))
+            ways = (self.answers, *self.spellings)
+            return len(self.prompt) + max(sum(map(len, way)) for way in ways)
         return len(self.prompt) + max(map(len, (*self.answers, *self.others)))
