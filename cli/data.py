@@ -24,7 +24,7 @@ def data_command(run: Path, rows: int, seed: int, color: bool | None) -> None:
     Makes the tables of tokens that the run will find in the cache, so that no GPU waits for them,
     and prints how long rows are, how many tokens are learned, what is cut, how well packing fills
     rows, and some rows, as they are packed, with the tokens that are learned in green, or without
-    colours between {+ and +}.
+    colours between {+ and +}. The exit code is 1 where the run would be refused.
     """
     from longctx_patch.cli.data_report import render
     from longctx_patch.cli.row_text import braced, green, shown
@@ -37,6 +37,8 @@ def data_command(run: Path, rows: int, seed: int, color: bool | None) -> None:
         color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     for text in shown(found.rows, found.decode, rows, seed, green if color else braced):
         click.echo(text, color=color)
+    if found.refused:
+        raise click.exceptions.Exit(1)
 
 
 def settings_in(run: Path) -> Path:

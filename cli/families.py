@@ -74,16 +74,20 @@ def _answer_by_config(model: str) -> tuple[bool, str]:
     from longctx_patch.config import LongContextConfig
     from longctx_patch.hf.model.checks import FAMILIES, UnsupportedModelError, check_model_config
     from longctx_patch.hf.model.load import load_model_config
+    from longctx_patch.hf.model.rope import reachable_length
+    from longctx_patch.recipes.models import weights_or_config
 
     try:
         config = load_model_config(model)
         check_model_config(config, LongContextConfig())
     except UnsupportedModelError as error:
         return False, f"no: {error}"
-    return True, _yes(FAMILIES[config.model_type], model)
+    return True, _yes(
+        FAMILIES[config.model_type], weights_or_config(model), reachable_length(config)
+    )
 
 
-def _yes(family: "Family", model: str) -> str:
+def _yes(family: "Family", model: str, reach: int | None = None) -> str:
     features = f", with {', '.join(family.features)}" if family.features else ""
     lines = [f"yes: {family.model_type} ({family.name}){features}"]
     float64, float32 = errors_of(family)
@@ -94,8 +98,9 @@ def _yes(family: "Family", model: str) -> str:
         )
     if IMAGES in family.features:
         lines.append("`longctx patch` trains its text model; docs/how-to/images.md has images too.")
-    patch = f"longctx patch {shlex.quote(model)} --seq-len 32K --gpus 4 --data DATA --out run/"
-    return "\n".join([*lines, f"Next: {patch}"])
+    seq_len = "32K" if reach is None or reach >= 2**15 else f"{reach}"
+    patch = f"longctx patch {shlex.quote(model)} --seq-len {seq_len} --gpus 4"
+    return "\n".join([*lines, f"Next: {patch} --data DATA --out run/"])
 
 
 def render(table: Iterable["Family"]) -> str:

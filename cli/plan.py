@@ -105,7 +105,7 @@ class PlanOptions:
 @click.option(
     "--dtype",
     type=Choice(("float32", "bfloat16")),
-    help="Dtype that weights load in [bfloat16 if the model's config says so, else float32].",
+    help="Dtype that weights load in [adapter: that of the model's config; --full: float32].",
 )
 @click.option("--load-in-4bit", is_flag=True, help="The adapter's frozen weights in 4 bits.")
 @click.option("--stock-layers", is_flag=True, help="Without Liger Kernel's norms and SwiGLU.")
@@ -154,9 +154,14 @@ def next_command(model: str, asked: PlanOptions, job: "Job", reach: int | None, 
         degree: how many GPUs share a row. It is left to `longctx patch` where all do, or where the
             rows of a step decide.
     """
-    from longctx_patch.recipes.models import is_bare_config, text_model_command, whole_config
+    from longctx_patch.recipes.models import (
+        is_bare_config,
+        text_model_command,
+        weights_or_config,
+        whole_config,
+    )
 
-    first = None
+    first, model = None, weights_or_config(model)
     if asked.lora and not is_bare_config(model) and whole_config(model) is not None:
         first, model = text_model_command(model)  # an adapter's base
     cluster = job.cluster

@@ -141,8 +141,8 @@ def _candidate(result: Result) -> dict[str, Any]:
         "mlp_tiles": candidate.mlp_tiles,
         "offload": _offload(result),
         "peak_gib": result.memory.total / GIB,
-        "components_gib": {name: value / GIB for name, value in result.memory.parts().items()}
-        | {"fragmentation": usable_bytes(result.job) / (1 - MARGIN) * MARGIN / GIB},
+        "components_gib": {name: value / GIB for name, value in result.memory.parts().items()},
+        "kept_free_gib": usable_bytes(result.job) / (1 - MARGIN) * MARGIN / GIB,
         "host_gib": result.host_bytes / GIB,
         "loading_host_gib": result.loading_bytes / GIB,
         "rows_at_once": result.rows_at_once,

@@ -59,7 +59,7 @@ def page(data: RunData) -> str:
         *_charts(data),
         *_table("Last steps", *_last_steps(data)),
         *_table("The start, until the first step", ("stage", "seconds"), data.start.items()),
-        *_table("What was decided, and why", ("what", "decided", "why"), data.decided),
+        *_table("What `longctx patch` decided, and why", ("what", "decided", "why"), data.decided),
         *_table("Settings", ("setting", "value"), data.settings.items()),
         f"<p>longctx-patch {escape(__version__)}</p>",
     ]

@@ -71,6 +71,8 @@ def read_run(run: Path) -> RunData:
     series, odd = _series([*lines, *trainer.get("log_history", ())])
     recorded = _json(output / "settings.json").get("settings", {})
     settings = recorded or asked or _json(output / "longctx.json").get("config", {})
+    if "full" in settings:  # neither `lora` nor `full` means an adapter
+        settings = {**settings, "lora": not settings["full"]}
     final = next((p for p in (output / "final", output) if _has_weights(p)), None)
     total = trainer.get("max_steps") or settings.get("max_steps")
     return RunData(
@@ -81,7 +83,7 @@ def read_run(run: Path) -> RunData:
         decided=plan.get("decided", ()),
         planned_bytes=plan.get("memory_bytes"),
         state=_state(series, total, final, output, sources),
-        notes=[*filter(None, [broken]), *odd, *_flights(output)],
+        notes=[*filter(None, [broken, _changed(asked, recorded)]), *odd, *_flights(output)],
         final=final,
     )
 
@@ -143,6 +145,19 @@ def _state(
     written = max(path.stat().st_mtime for path in sources)
     when = datetime.fromtimestamp(written).astimezone().isoformat(" ", "seconds")
     return f"Not finished: step {last}{of}, last written at {when}; it goes on, or was interrupted."
+
+
+def _changed(asked: Mapping[str, Any], recorded: Mapping[str, Any]) -> str:
+    """What the last start had otherwise than the run folder, by flags such as other degrees."""
+    changed = [
+        f"{name} {recorded[name]} (was {value})"
+        for name, value in asked.items()
+        if name in recorded and name not in ("resume", "allow_change")
+        if value not in ("auto", recorded[name]) and type(value) is type(recorded[name])
+    ]
+    if not changed:
+        return ""
+    return f"The last start changed what `longctx patch` had decided: {', '.join(changed)}."
 
 
 def _flights(output: Path) -> list[str]:

@@ -48,9 +48,9 @@ class TrainCommand(click.Command):
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         if ctx.obj is None:
-            formatter.write("\n`longctx train RUN --help` lists the flags of RUN's recipe.\n")
+            formatter.write("\n`longctx train RUN --help` lists RUN's settings as flags.\n")
         else:
-            formatter.write(f"\n{recipe_flags(ctx.obj.stem)}")
+            formatter.write(f"\n{recipe_flags(ctx.obj)}")
 
 
 def settings_file_of(run: Path) -> Path | None:
@@ -58,13 +58,19 @@ def settings_file_of(run: Path) -> Path | None:
     return next((run / name for name in SETTINGS_FILES if (run / name).is_file()), None)
 
 
-def recipe_flags(recipe: str) -> str:
-    """The help of a recipe's flags."""
-    if recipe == "finetune":
-        return import_module("longctx_patch.recipes.settings").settings_parser().format_help()
-    method = import_module(f"longctx_patch.recipes.{recipe}").METHOD
-    settings = import_module("longctx_patch.recipes.trl_settings")
-    return settings.settings_parser(method.config).format_help()
+def recipe_flags(file: Path) -> str:
+    """The help of the recipe's flags, with the values of its settings file in brackets."""
+    from longctx_patch.recipes.settings_file import read_settings
+
+    if file.stem == "finetune":
+        settings = import_module("longctx_patch.recipes.settings")
+        parser, kinds = settings.settings_parser(), settings.FIELD_TYPES
+    else:
+        config = import_module(f"longctx_patch.recipes.{file.stem}").METHOD.config
+        settings = import_module("longctx_patch.recipes.trl_settings")
+        parser, kinds = settings.settings_parser(config), settings.kinds_of(config)
+    parser.set_defaults(**read_settings(file, kinds))
+    return str(parser.format_help())
 
 
 @click.command(

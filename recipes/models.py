@@ -327,12 +327,18 @@ def check_head(config: PreTrainedConfig) -> None:
         )
 
 
-def check_weights(model: str) -> None:
-    """Refuse a local folder without weights; those of a hub name are found when it is loaded."""
+def weights_or_config(model: str) -> str:
+    """The model, or the config.json of a local folder without weights, which makes random ones."""
     folder = Path(model).expanduser()
     found = (file for pattern in WEIGHT_FILES for file in folder.glob(pattern))
-    if folder.is_dir() and not any(file.is_file() for file in found):
-        path = shlex.quote(str(folder / "config.json"))
+    is_empty = folder.is_dir() and not any(file.is_file() for file in found)
+    return str(folder / "config.json") if is_empty else model
+
+
+def check_weights(model: str) -> None:
+    """Refuse a local folder without weights; those of a hub name are found when it is loaded."""
+    if (file := weights_or_config(model)) != model:
+        path = shlex.quote(file)
         raise ValueError(
             f"model folder {model!r} has no weights ({', '.join(WEIGHT_FILES)}). To start from "
             f"random weights, give the file itself: `longctx patch {path} ...`, or in the recipe "

@@ -37,7 +37,9 @@ class SettingsParser(HfArgumentParser):
         actions = {action.dest: action for action in self._actions}
         for owner, names in self._names_by_owner().items():
             with formatter.section(owner):
-                formatter.write_dl([_flag_and_help(actions[name]) for name in names])
+                formatter.write_dl(
+                    [_flag_and_help(actions[name], self.get_default(name)) for name in names]
+                )
         return formatter.getvalue()
 
     def _names_by_owner(self) -> dict[str, list[str]]:
@@ -73,12 +75,13 @@ def _own_fields(kind: type) -> Iterable[str]:
     return vars(kind).get("__annotations__", ())
 
 
-def _flag_and_help(action: argparse.Action) -> tuple[str, str]:
-    """A flag with what it takes, and the first sentence of its help with the default."""
-    flag, default = action.option_strings[-1], action.default
+def _flag_and_help(action: argparse.Action, default: Any) -> tuple[str, str]:
+    """A flag with what it takes, and the first sentence of its help with the value without it."""
+    flag = action.option_strings[-1]
     text = " ".join((action.help or "").replace("%%", "%").split()).split(". ")[0].rstrip(".")
     if isinstance(default, bool):
-        return flag, f"not: {text}" if flag.startswith("--no-") else text
+        is_no = flag.startswith("--no-")
+        return flag, ("not: " if is_no else "") + text + (" [yes]" if default is not is_no else "")
     values = "N" if action.type is int else "X" if action.type is float else "TEXT"
     values = values if action.choices is None else "|".join(map(str, action.choices))
     shown = " ".join(map(str, default)) if isinstance(default, list) else default

@@ -127,6 +127,11 @@ def settings_parser(config_class: type) -> SettingsParser:
     return _Parser((TrlSettings, config_class), allow_abbrev=False)
 
 
+def kinds_of(config_class: type) -> dict[str, Any]:
+    """The type of each setting that a file may have."""
+    return get_type_hints(config_class) | get_type_hints(TrlSettings) | {"env": dict}
+
+
 def parse(config_class: type, arguments: Sequence[str] | None = None) -> tuple[TrlSettings, Any]:
     """(our settings, the trainer's own) of flags and of the file that `--config` names.
 
@@ -136,8 +141,7 @@ def parse(config_class: type, arguments: Sequence[str] | None = None) -> tuple[T
     flags = with_own_output(flags, "output_dir")
     parser: Any = settings_parser(config_class)
     if file:
-        kinds = get_type_hints(config_class) | get_type_hints(TrlSettings) | {"env": dict}
-        values = read_settings(file, kinds)
+        values = read_settings(file, kinds_of(config_class))
         set_environment(values)
         parser.set_defaults_with_config(**values)
     if unknown := parser.parse_known_args(flags)[1]:

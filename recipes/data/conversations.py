@@ -224,7 +224,10 @@ class Template:
                     **options,
                 )
         except (TemplateError, TypeError, KeyError, ValueError) as error:
+            if isinstance(error, TypeError) and "list" in str(error):  # not joined with a text
+                _check_parts(record, messages)
             raise record.refused(f"the chat template refuses it: {error}") from error
+        _check_parts(record, messages, text)
         return text, spans[0] if spans else []
 
     def _check_fields(self, record: Record, messages: Sequence[Message]) -> dict[Field, bool]:
@@ -270,6 +273,21 @@ def _check_answers(
             raise record.refused(
                 f"message {number + 1}, of the assistant, says nothing, so the model would learn "
                 "to end its turn at once. Leave it out."
+            )
+
+
+def _check_parts(record: Record, messages: Sequence[Message], text: str | None = None) -> None:
+    """Refuse contents that are lists where the template takes texts alone.
+
+    `text`: what it has made of them, with Python's brackets and quotes; None: nothing.
+    """
+    for number, message in enumerate(messages, start=1):
+        content = message.get("content")
+        if isinstance(content, list) and (text is None or (content and str(content) in text)):
+            raise record.refused(
+                f"the content of message {number} is a list of parts, and the chat template takes "
+                "texts alone. Join the parts to one text, or give a template that takes them "
+                "(--chat-template FILE)."
             )
 
 

@@ -108,7 +108,9 @@ def test_what_vanishes_is_said_and_refused(job: Path) -> None:
     why = "nothing is learned in their first 80 tokens (too_long: cut); first: "
     why += "; ".join(f"{job}/cut.jsonl, line {line}" for line in (1, 2, 3))
     assert why in said
-    found = data(str(job / "run"), "--no-color").output
+    refused = data(str(job / "run"), "--no-color")
+    assert refused.exit_code == 1
+    found = refused.output
     assert re.search(r"left out +35 +of 40 records \(", found)
     assert "The run will be refused: 35 of 40 records (87.5%) would be left out" in found
     run = tables_of_run(job / "run" / "sft.yaml")

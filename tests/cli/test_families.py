@@ -70,7 +70,7 @@ def test_a_folder_is_judged_by_its_config(run: Run, config: Callable[..., Path])
     folder = config().parent
     result = run("families", folder)
     assert result.exit_code == 0
-    assert f"Next: longctx patch {folder} " in result.output
+    assert f"Next: longctx patch {folder / 'config.json'} --seq-len 64 " in result.output
     result = run("families", config(attention_dropout=0.1))
     assert result.exit_code == 1
     assert "no: this Llama 1 to 3 model can't be patched" in result.output

@@ -169,16 +169,22 @@ def test_what_has_written_nothing_notes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_run_without_steps_shows_what_was_decided(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "finetune.yaml").write_text("max_steps: 9\n")
+    (tmp_path / "finetune.yaml").write_text("max_steps: 9\nring: 2\nlora: false\nfull: false\n")
     write_plan(tmp_path, decided=[["rope", "yarn", "factor 4"]], memory_bytes=None)
     assert run("report", tmp_path).output.startswith("No step yet")
     shown = Page((tmp_path / "report.html").read_text())
     assert ["rope", "yarn", "factor 4"] in shown.rows
     assert ["max_steps", "9"] in shown.rows
+    assert ["lora", "True"] in shown.rows  # where neither was asked for
     assert not shown.lines()
     (tmp_path / "training").mkdir()
     write_metrics(tmp_path / "training", [])
-    assert run("report", tmp_path).output.startswith("No step yet")
+    write_record(tmp_path / "training", {"max_steps": 9, "ring": 4, "full": True}, 4)
+    said = run("report", tmp_path).output
+    assert said.startswith("No step yet")
+    changed = "had decided: ring 4 (was 2), full True (was False)."
+    assert changed in said
+    assert changed in (tmp_path / "report.html").read_text()
 
 
 def test_a_folder_that_holds_no_run_is_refused(run: Run, tmp_path: Path) -> None:

@@ -258,6 +258,9 @@ def test_several_machines_and_other_folders_are_refused(
 
 def test_help_beside_a_run_folder_lists_the_flags_of_its_recipe(folder: Path, run: Run) -> None:
     assert "`longctx train RUN --help` lists" in run("train", "--help").output
+    settings = yaml.safe_load((folder / "finetune.yaml").read_text())
+    settings |= {"max_steps": 77, "full": True, "save_in_background": False}
+    (folder / "finetune.yaml").write_text(yaml.safe_dump(settings))
     result = run("train", folder, "--max-steps", 3, "--help")
     assert result.exit_code == 0
     titles = [line for line in result.output.splitlines() if line.endswith(":") and line[0] != " "]
@@ -266,6 +269,9 @@ def test_help_beside_a_run_folder_lists_the_flags_of_its_recipe(folder: Path, ru
         *("What ends a run, or leaves out a step:", "The data and the output:"),
         *("How ranks share a row:", "The training itself:"),
     ]
+    flat = " ".join(result.output.split())
+    for line in ("steps [77]", "every weight [yes]", "for the copy [yes]", "own; 'bytes' --"):
+        assert line in flat
     listed = set(re.findall(r"^  --(?:no-)?([a-z-]\S+)", result.output, re.MULTILINE))
     names = {field.name.replace("_", "-") for field in dataclasses.fields(Settings)}
     assert names <= listed

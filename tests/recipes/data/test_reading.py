@@ -226,6 +226,7 @@ def user(text: str, role: str = "user") -> dict[str, str]:
 
 
 ANSWERED = [user("w1"), user("w2", "assistant")]
+PARTS = [{"type": "text", "text": "w2"}]
 ANY_ROLE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}<assistant> {% generation %}"
     "{{ m.content }} <eos>{% endgeneration %} {% else %}<{{ m.role }}> {{ m.content }} "
@@ -296,6 +297,16 @@ REFUSED: dict[str, tuple[Reading, dict[str, Any], str]] = {
         reading("chat"),
         {"messages": [user("w1"), {"role": "assistant", "content": 3.5}]},
         r"message 2 of messages: its content is 3.5 \(a float\), not a text",
+    ),
+    "parts that are printed": (
+        reading("chat"),
+        {"messages": [user("w1"), {"role": "assistant", "content": PARTS}]},
+        "the content of message 2 is a list of parts, and the chat template takes texts alone",
+    ),
+    "parts that are not joined": (
+        Reading(words(CHAT.replace("m.content }}", "m.content + '' }}")), "chat", 100),
+        {"messages": [{"role": "user", "content": PARTS}, ANSWERED[1]]},
+        "the content of message 1 is a list of parts, .* Join the parts to one text",
     ),
     "an image said": (
         reading("chat"),
