@@ -13,6 +13,7 @@ from longctx_patch.hf.model.rope import reach_problem, reachable_length
 from longctx_patch.hf.model.supported import FAMILIES
 from longctx_patch.memory.policies import POLICIES
 from longctx_patch.recipes import models
+from longctx_patch.recipes.mixture import read_mixture
 
 
 def table(decisions: Decisions) -> list[tuple[str, str, str]]:
@@ -32,6 +33,7 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
         ("model", settings.model, f"{decisions.num_parameters:,} parameters{random}"),
         *_images(settings.model),
         ("data", ", ".join(settings.text), "--data" if decisions.has_text else "to be given"),
+        *_mixture(decisions),
         *_evaluation(decisions),
         ("recipe", *_recipe(decisions)),
         ("trained", "LoRA adapter" if settings.uses_lora else "every weight", "--lora or --full"),
@@ -112,6 +114,16 @@ def _recipe(decisions: Decisions) -> tuple[str, str]:
     if assistant_only:
         return "sft", "TRL's SFTTrainer: the assistant's tokens are learned (--train-on)"
     return "sft", "TRL's SFTTrainer: labels are learned, or completions, or else all tokens"
+
+
+def _mixture(decisions: Decisions) -> list[tuple[str, str, str]]:
+    settings = decisions.settings
+    if not settings.mixture:
+        return []
+    found = read_mixture(settings.mixture)
+    why = f"of the tokens; long from {found.least_of(settings.seq_len):,}"
+    shares = f"long {found.long:.0%}, short {found.short:.0%}"
+    return [("mixture", shares, f"{why} ({found.source or '--mixture'})")]
 
 
 def _evaluation(decisions: Decisions) -> list[tuple[str, str, str]]:

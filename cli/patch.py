@@ -125,6 +125,11 @@ class OneModel(click.Command):
     help="Share of all tokens that a --data has: one for each, in their order [every row once].",
 )
 @click.option(
+    "--mixture",
+    default="",
+    help="Shares of long and short documents, packed: prolong, olmo3, or long=0.6,short=0.4.",
+)
+@click.option(
     "--eval-data", multiple=True, help="What to evaluate on, of the same kind: DATASET:test."
 )
 @click.option("--text-field", default="text", help="Field of a record that is its text [text].")

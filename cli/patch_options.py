@@ -46,6 +46,7 @@ class PatchOptions:
     data: Sequence[str]
     eval_data: Sequence[str]
     data_shares: Sequence[float]
+    mixture: str
     text_field: str
     allow_dropped: bool
     too_long: TooLong | None

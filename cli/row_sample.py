@@ -44,6 +44,9 @@ def sample_rows(settings: Settings, *, has_text: bool) -> RowSample:
     """Full rows, packed from documents that are as long as the first ones of the text."""
     if not settings.pack:
         return RowSample([()])
+    if settings.mixture:  # a row of one document for each row of short ones
+        short = Documents.typical(settings.seq_len, TYPICAL_TOKENS).lengths
+        return RowSample([(settings.seq_len,), short], "of a mixture's short ones")
     why = "--data would tell"
     if has_text:
         try:

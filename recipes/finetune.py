@@ -313,6 +313,7 @@ def model_card(settings: Settings, config: Any, processes: int) -> Card:
         data=settings.text,
         training={
             "packed": "yes" if settings.pack else "no",
+            **({"mixture": settings.mixture} if settings.mixture else {}),
             "processes": str(processes),
             "learning rate": f"{settings.learning_rate:g}, {settings.scheduler}",
         },

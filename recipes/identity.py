@@ -30,7 +30,7 @@ FREE = {
     "num_train_epochs",  # max_steps says it
     *("model", "tokenizer", "chat_template", "text_field"),  # what they lead to is compared
     "allow_dropped",  # the rows say what it has led to
-    *("one_document_per_row", "pack"),  # the digest of the rows says whether they are the same
+    *("one_document_per_row", "pack", "mixture"),  # the digest of the rows says what they led to
     *("ulysses_waves", "fused_layers"),  # these change rounding only
     *(
         "skip_rehearsal",

@@ -20,6 +20,7 @@ from longctx_patch.config import LongContextConfig
 from longctx_patch.health.finite import check_guard_settings
 from longctx_patch.health.limits import TimeLimits
 from longctx_patch.hf.layers.fused_layers import FusedLayersName
+from longctx_patch.recipes.mixture import read_mixture
 from longctx_patch.recipes.saving.output import ResumeName, resume_name
 from longctx_patch.recipes.settings_file import (
     SettingsParser,
@@ -257,6 +258,11 @@ class _Text:
         default=[],
     )
     data_shares: list[float] = data_shares_setting()
+    mixture: str = setting(
+        "shares of long and short documents in the tokens, packed: prolong, olmo3, or "
+        "long=0.6,short=0.4,from=16K",
+        default="",
+    )
     eval_data: list[str] = setting(
         "sources to evaluate on, of which the split is named: SOURCE:test", default=[]
     )
@@ -305,6 +311,7 @@ class Settings(Parallelism, _Text, ModelSettings):
         if not self.text:
             raise ValueError("text is not set. Give --text FILE_OR_FOLDER ... or 'text:'.")
         check_shares(self.data_shares, len(self.text))
+        self._check_mixture()
         if self.pack and self.one_document_per_row:
             raise ValueError(
                 "both pack and one_document_per_row are set: packed rows hold several documents, "
@@ -333,6 +340,24 @@ class Settings(Parallelism, _Text, ModelSettings):
                 "Use --scheduler constant_with_warmup."
             )
         parallelism_of(self)
+
+    def _check_mixture(self) -> None:
+        """Raise ValueError for one that can't be; rows of a mixture are packed."""
+        if not self.mixture:
+            return
+        least = read_mixture(self.mixture).least_of(self.seq_len)
+        if least > self.seq_len:
+            raise ValueError(
+                f"mixture={self.mixture!r}: documents are long from {least:,} tokens, and a row "
+                f"holds {self.seq_len:,}. Give a smaller from=, or longer rows: --seq-len."
+            )
+        for name in ("data_shares", "one_document_per_row"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"both mixture and {name} are set: a mixture weighs the documents of all "
+                    "sources by their lengths, and packs them. Choose one."
+                )
+        object.__setattr__(self, "pack", True)
 
     def _check_kept(self) -> None:
         for name in ("keep_last", "keep_every"):
@@ -365,7 +390,7 @@ def parallelism_in(file: Path) -> tuple[LongContextConfig, bool]:
     that of any recipe, and may have no data yet."""
     values = read_yaml(file)
     given = {name: values[name] for name in PARALLELISM if name in values}
-    packed = bool(values.get("pack") or values.get("packing"))
+    packed = any(values.get(name) for name in ("pack", "packing", "mixture"))
     return parallelism_of(Parallelism(**given)), packed
 
 

@@ -37,7 +37,7 @@ class Pieces(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What a source has of the tokens of a run."""
+    """What a source, or a kind of documents, has of the tokens of a run."""
 
     source: str
     num_tokens: int
@@ -48,8 +48,8 @@ class Share(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{self.of_all:.1%} of the tokens are of {self.source} ({self.times:.2f} times each of "
-            f"its {self.num_rows:,} rows)"
+            f"{self.source}: {self.of_all:.1%} of the tokens, {self.num_tokens:,} "
+            f"({self.times:.2f} times each of its {self.num_rows:,} rows)"
         )
 
 
@@ -155,12 +155,10 @@ def single_rows(stream: TokenStream, seq_len: int) -> TextRows:
     return _with_rows(_text_rows(stream, seq_len, pieces.taken(pieces.lengths > 1)))
 
 
-def _text_rows(
-    stream: TokenStream, seq_len: int, pieces: Pieces, edges: np.ndarray | None = None
-) -> TextRows:
+def _text_rows(stream: TokenStream, seq_len: int, pieces: Pieces) -> TextRows:
     """Rows that have each token of the stream once, or not at all."""
     left_out = len(stream) - int(pieces.lengths.sum(dtype=np.int64))
-    return TextRows(stream, seq_len, pieces, edges, num_left_out=left_out)
+    return TextRows(stream, seq_len, pieces, num_left_out=left_out)
 
 
 def _with_rows(rows: TextRows) -> TextRows:
@@ -180,11 +178,7 @@ def packed_rows(stream: TokenStream, seq_len: int) -> TextRows:
     predicted (a rest of one token that fitted into no other row) is left out.
     """
     documents = stream.document_lengths()
-    what = repr((PACKING, seq_len)).encode()
-    key = hashlib.sha256(stream.digest() + what).hexdigest()[:32]
-    made = shared_arrays(key, ("starts", "lengths", "edges"), lambda: _packed(documents, seq_len))
-    pieces = Pieces(made["starts"], made["lengths"])
-    found = _text_rows(stream, seq_len, pieces, made["edges"])
+    found = _packed_rows(stream, _cut(documents, seq_len), seq_len)
     summary = (
         f"packed {len(documents):,} documents into {len(found):,} rows, "
         f"{found.efficiency:.1%} full; longer than a row, so split: "
@@ -193,9 +187,53 @@ def packed_rows(stream: TokenStream, seq_len: int) -> TextRows:
     return replace(found, summary=summary)
 
 
-def _packed(documents: np.ndarray, seq_len: int) -> dict[str, np.ndarray]:
-    """Where the pieces of packed rows lie, in the order of the rows, and the rows' edges in it."""
+def rows_by_length(stream: TokenStream, seq_len: int, least: int) -> tuple[TextRows, TextRows]:
+    """Packed rows of the documents, or pieces of them, that have `least` tokens or more, and packed
+    rows of the shorter ones, the rests of long documents included.
+
+    Raises ValueError without a document of either kind.
+    """
+    documents = stream.document_lengths()
+    num_long, longest = int((documents >= least).sum()), int(documents.max())
+    if num_long in (0, len(documents)):
+        has, needs = (
+            (f"the longest of {len(documents):,} documents has {longest:,} tokens", "longer")
+            if num_long == 0
+            else (f"all {len(documents):,} documents have as many", "shorter")
+        )
+        raise ValueError(
+            f"mixture: a document is long from {least:,} tokens, and {has}. Give {needs} "
+            "documents too, another limit (from=16K in --mixture), or no mixture."
+        )
     pieces = _cut(documents, seq_len)
+    is_long = pieces.lengths >= least
+    long, short = (
+        _packed_rows(stream, pieces.taken(which), seq_len, f"{name} from {least}")
+        for name, which in (("long", is_long), ("short", ~is_long))
+    )
+    num_rests = int((~is_long).sum()) - (len(documents) - num_long)
+    return (
+        replace(long, summary=f"long ({num_long:,} documents of {least:,} tokens or more)"),
+        replace(
+            short,
+            summary=f"short ({len(documents) - num_long:,} documents, {num_rests:,} "
+            "rests of long ones)",
+        ),
+    )
+
+
+def _packed_rows(stream: TokenStream, pieces: Pieces, seq_len: int, which: str = "") -> TextRows:
+    """Packed rows of these pieces of the stream; `which` names them."""
+    what = repr((PACKING, seq_len, *filter(None, [which]))).encode()
+    key = hashlib.sha256(stream.digest() + what).hexdigest()[:32]
+    made = shared_arrays(key, ("starts", "lengths", "edges"), lambda: _packed(pieces, seq_len))
+    packed = Pieces(made["starts"], made["lengths"])
+    left_out = int(pieces.lengths.sum(dtype=np.int64) - packed.lengths.sum(dtype=np.int64))
+    return TextRows(stream, seq_len, packed, made["edges"], num_left_out=left_out)
+
+
+def _packed(pieces: Pieces, seq_len: int) -> dict[str, np.ndarray]:
+    """Where the pieces of packed rows lie, in the order of the rows, and the rows' edges in it."""
     order, edges = array("q"), array("q", [0])
     for row in pack_lengths(map(int, pieces.lengths), seq_len):
         if pieces.lengths[row].max() > 1:

@@ -1,10 +1,12 @@
-"""From a run's sources of text to its rows: each once, or as often as the source's share asks."""
+"""From a run's sources of text to its rows: each once, or as often as shares of sources, or of long
+and short documents, ask."""
 
 import hashlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from longctx_patch.recipes.data.sources import check_apart
 from longctx_patch.recipes.data.text_reading import TextReading
 from longctx_patch.recipes.data.token_stream import TokenStream
 from longctx_patch.recipes.data.token_table import losses_of, table_of
+from longctx_patch.recipes.mixture import read_mixture
 from longctx_patch.recipes.settings import Settings
 from longctx_patch.recipes.text_rows import (
     NO_TEXT,
@@ -25,6 +28,7 @@ from longctx_patch.recipes.text_rows import (
     TextRows,
     joined_rows,
     packed_rows,
+    rows_by_length,
     single_rows,
 )
 
@@ -41,6 +45,11 @@ def rows_of_run(settings: Settings, tokenizer: Any) -> TextRows:
     check_apart(settings.output, settings.text)
     reading = TextReading(tokenizer, settings.text_field)
     cut = partial(_cutting(settings), seq_len=settings.seq_len)
+    if settings.mixture:
+        mixture, seq_len = read_mixture(settings.mixture), settings.seq_len
+        stream = stream_of(settings.text, reading)
+        each = rows_by_length(stream, seq_len, mixture.least_of(seq_len))
+        return mixed_rows(each, (mixture.long, mixture.short), [rows.summary for rows in each])
     if not settings.data_shares:
         return cut(stream_of(settings.text, reading))
     rows = [_rows_of_source(source, reading, cut) for source in settings.text]
@@ -99,6 +108,7 @@ def mixed_rows(
     sources: Sequence[TextRows], shares: Sequence[float], names: Sequence[str]
 ) -> TextRows:
     """Rows of all sources, each as often that it has its share of all tokens, to within one row.
+    Sources of one stream are kinds of its documents.
 
     Of the source that has most rows for its share each row is there once; rows of the others are
     there once or more, in turn.
@@ -108,11 +118,16 @@ def mixed_rows(
         shares: numbers above 0, which need not add up to 1.
         names: of the sources.
     """
-    stream = TokenStream.joined([rows.stream for rows in sources])
-    seq_len = sources[0].seq_len
+    stream, seq_len = sources[0].stream, sources[0].seq_len
+    begins = [0] * len(sources)
+    if any(rows.stream is not stream for rows in sources):
+        stream = TokenStream.joined([rows.stream for rows in sources])
+        begins = [0, *accumulate(len(rows.stream) for rows in sources[:-1])]
     digests = "".join(rows.digest() for rows in sources)
-    key = hashlib.sha256(repr((MIXING, seq_len, digests, [*shares])).encode()).hexdigest()[:32]
-    made = shared_arrays(key, ("starts", "lengths", "edges"), lambda: _drawn(sources, shares))
+    what = repr((MIXING, seq_len, digests, [*shares], begins))
+    key = hashlib.sha256(what.encode()).hexdigest()[:32]
+    drawing = partial(_drawn, sources, shares, begins)
+    made = shared_arrays(key, ("starts", "lengths", "edges"), drawing)
     pieces = Pieces(made["starts"], made["lengths"])
     edges = None if sources[0].edges is None else made["edges"]
     drawn = TextRows(stream, seq_len, pieces, edges)
@@ -127,17 +142,17 @@ def mixed_rows(
     return replace(drawn, summary=summary, shares=tuple(found), num_left_out=left_out)
 
 
-def _drawn(sources: Sequence[TextRows], shares: Sequence[float]) -> Arrays:
-    """The pieces of the drawn rows in the joined stream, and the rows' edges in them."""
-    starts, lengths, counts, before = [], [], [], 0
-    for rows, times in zip(sources, draws(sources, shares), strict=True):
+def _drawn(sources: Sequence[TextRows], shares: Sequence[float], begins: Sequence[int]) -> Arrays:
+    """The pieces of the drawn rows in the joined stream, where sources begin as `begins` says, and
+    the rows' edges in them."""
+    starts, lengths, counts = [], [], []
+    for rows, times, before in zip(sources, draws(sources, shares), begins, strict=True):
         by_row = rows.pieces_by_row()
         which = np.arange(times) % len(rows)
         counts.append(by_row[which])
         pieces = _spans((np.cumsum(by_row) - by_row)[which], by_row[which])
         starts.append(rows.pieces.starts[pieces] + before)
         lengths.append(rows.pieces.lengths[pieces])
-        before += len(rows.stream)
     edges = np.concatenate([[0], np.cumsum(np.concatenate(counts))])
     return {"starts": np.concatenate(starts), "lengths": np.concatenate(lengths), "edges": edges}
 

@@ -23,6 +23,7 @@ from longctx_patch.predict.run.components import Components, host_bytes, predict
 from longctx_patch.predict.run.layer_bytes import BF16
 from longctx_patch.predict.run.loading import how_loaded, loading_bytes
 from longctx_patch.predict.run.step_time import Attention, StepTime, predict_attention, predict_time
+from longctx_patch.rules.number_rules import MOST_TOKENS
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.layout import LayoutName
 
@@ -30,7 +31,6 @@ CONTEXT_BYTES = 2.5 * GIB
 """What CUDA, NCCL and kernels take of a GPU's memory for themselves."""
 STEP_TOKENS = 1024
 """The longest row is searched for in multiples of this."""
-MOST_TOKENS = 2**30
 LONG = 2**20
 """The first guess at the longest row that fits, in tokens."""
 

@@ -2,8 +2,15 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any, NamedTuple
+
+MOST_TOKENS = 2**30
+_UNITS = {"k": 2**10, "m": 2**20}
+_TOKENS = r"(-?(?:\d[\d_]*|\d{1,3}(?:,\d{3})+)(?:\.\d+)?) ?([km]?)"
+"""A comma separates thousands: 1,5M is refused, not read as 15M."""
 
 HIGHEST_LEARNING_RATE = 100.0
 """Adam moves each weight by about the learning rate in a step, and weights of language models are
@@ -73,3 +80,14 @@ def number_problems(settings: Any, kind: type | None = None) -> Iterator[str]:
             f"learning_rate={rate} with weight_decay={decay}: a step multiplies each weight by "
             f"1 - {rate * decay:g}, so that its sign changes. Their product must not exceed 1."
         )
+
+
+def parse_tokens(text: str, least: int = 2) -> int:
+    """131072, 128K (times 1,024) or 1M (times 1,048,576) as a number. Raises ValueError."""
+    match = re.fullmatch(_TOKENS, text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"{text!r}: write tokens as 131072, 128K or 1M.")
+    number = Fraction(re.sub("[,_]", "", match[1])) * _UNITS.get(match[2].lower(), 1)
+    if number.denominator != 1 or not least <= number <= MOST_TOKENS:
+        raise ValueError(f"{text!r}: give a whole number of tokens, {least} to {MOST_TOKENS:,}.")
+    return int(number)

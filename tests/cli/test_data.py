@@ -206,6 +206,22 @@ def test_shares_of_a_mixture_of_text(job: Path) -> None:
     assert f"left out {5 * 600 % 96 + 5 * 70 % 96} tokens, which" in " ".join(said.split())
 
 
+def test_a_mixture_of_long_and_short_documents(job: Path) -> None:
+    """What `longctx data` says of it, and that it is one of plain text."""
+    texts = [{"text": " ".join(["w1"] * number)} for number in (120, 250, *range(3, 40))]
+    source = f"--data={write(job / 'texts.jsonl', texts)}"
+    found = invoke(job, source, "--mixture", "olmo3")
+    assert "documents are long from 8,192 tokens, and a row holds 96" in found.output
+    found = invoke(job, f"--data={job}/chats.jsonl", "--mixture", "prolong")
+    assert "--mixture prolong with records of the recipe sft" in found.output
+    said = patch(job, source, "--mixture", "prolong")
+    assert re.search(r"mixture +long 60%, short 40% .*long from 96 \(ProLong, arXiv", said)
+    said = data(str(job / "run"), "--no-color").output
+    names = (r"long \(2 documents of 96 tokens or more\)", r"short \(37 documents, 2 rests of .*\)")
+    shares = [re.search(rf"{name} +([\d.]+)% +of the tokens, ", said) for name in names]
+    assert [float(each[1]) for each in shares if each] == pytest.approx([60, 40], abs=5)
+
+
 def words_of(*names: str) -> list[int]:
     return [words().convert_tokens_to_ids(name) for name in names]
 

@@ -10,12 +10,11 @@ from typing import Any, get_args
 import pytest
 from matplotlib.figure import Figure
 
-from longctx_patch.choose.search import MOST_TOKENS as SEARCHED
 from longctx_patch.choose.search import search
 from longctx_patch.cli.patch import TOO_LONG
 from longctx_patch.cli.plan import KINDS
 from longctx_patch.cli.plan_chart import draw_bars
-from longctx_patch.cli.tokens import MOST_TOKENS, Tokens
+from longctx_patch.cli.tokens import Tokens
 from longctx_patch.hf.model.load import load_model_config
 from longctx_patch.predict.machines import MACHINES
 from longctx_patch.predict.run.candidate import Job
@@ -326,7 +325,6 @@ def test_bars_of_a_small_model_are_seen_and_explained(config: WriteConfig) -> No
 def test_constants_that_need_no_torch_are_the_planners() -> None:
     assert get_args(TooLong) == TOO_LONG
     assert ", ".join(MACHINES) == KINDS
-    assert MOST_TOKENS == SEARCHED
 
 
 def test_the_rows_of_a_step(run: Run, llama_8b: Path) -> None:

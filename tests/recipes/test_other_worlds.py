@@ -1,7 +1,9 @@
 """A run that goes on in other worlds, one after the other, has the losses of an undisturbed run."""
 
+import json
 import os
 from contextlib import nullcontext
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from longctx_patch.checkpoints.plain_pickle import MetadataReader
 from longctx_patch.recipes import finetune, models
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.settings import parse_settings
-from longctx_patch.recipes.text_sources import evaluation_rows
+from longctx_patch.recipes.text_sources import evaluation_rows, rows_of_run
 from tests.meeting import held_ports
 from tests.plugin.launched import run_launched, sharding_on_cpus
 from tests.recipes.test_sharded_reading import FSDP2, forget_accelerate
@@ -33,11 +35,21 @@ ACCUMULATED = (2,)
 ALONE = ["--batch-size", "2"]
 
 
+OF_FOUR = ["--ring", "2", "--checkpoint", "none"]
+"""Flags of four processes, two replicas."""
+DOCUMENTS = (200, 11, 3, 64, 23, 150, 40, 7, 35, 63, 18, 90)
+"""Tokens of the documents, over and over: rows of one long one, and of short ones packed."""
+
+
 def command(config_file: Path, text_file: Path, output: Path) -> list[str]:
     held_out = text_file.with_name("held_out.txt")
-    held_out.write_text("".join(f"{n} and {n + 1} are {2 * n + 1}.\n" for n in range(99))[:500])
-    pairs = {"model": config_file, "text": text_file, "output": output, "seq-len": 64}
-    pairs["eval-data"] = held_out
+    held_out.write_text("".join(f"{n} and {n + 1} are {2 * n + 1}.\n" for n in range(99))[:447])
+    documents, text = text_file.with_name("documents.jsonl"), text_file.read_text()
+    edges = [0, *accumulate(DOCUMENTS * 7)]
+    parts = (text[start : stop - 1] for start, stop in pairwise(edges))
+    documents.write_text("\n".join(json.dumps({"text": part}) for part in parts))
+    pairs = {"model": config_file, "text": documents, "output": output, "seq-len": 64}
+    pairs |= {"eval-data": held_out, "mixture": "prolong"}
     given = [word for name, value in pairs.items() for word in (f"--{name}", str(value))]
     return [*given, "--full", "--scheduler", "constant", "--save-every", "2", "--resume", "auto"]
 
@@ -56,6 +68,11 @@ def go_through_worlds(usual: list[str], ports: list[int]) -> None:
         forget_accelerate()
 
 
+def go_on_over_four(usual: list[str]) -> None:
+    finetune.main([*usual, *OF_FOUR, "--max-steps", str(2 * len(WORLDS) + 2)])
+    forget_accelerate()
+
+
 def is_sharded(checkpoint: Path) -> bool:
     """Whether each rank has written a part of a weight."""
     kept = MetadataReader(checkpoint / "state").read_metadata().state_dict_metadata
@@ -68,12 +85,14 @@ def is_sharded(checkpoint: Path) -> bool:
 def test_losses_are_those_of_an_undisturbed_run_whatever_the_world(
     config_file: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Other numbers of ranks, degrees, layouts, checkpoint policies, replicas and FSDP2. So are the
-    losses on seven rows that are held out, which each world evaluates at its end."""
+    """Other numbers of ranks, degrees, layouts, checkpoint policies, replicas and FSDP2, over a
+    mixture of long documents and packed short ones. So are the losses on seven rows that are held
+    out, which each world evaluates at its end."""
     disturbed = command(config_file, text_file, tmp_path / "disturbed")
     with held_ports(len(WORLDS)) as ports:
         run_launched(go_through_worlds, 2, disturbed, ports)
-    steps = 2 * len(WORLDS) + 2
+    run_launched(go_on_over_four, 4, disturbed)
+    steps = 2 * len(WORLDS) + 4
     finetune.main([*disturbed, *ALONE, "--max-steps", str(steps)])
     assert f"going on from {tmp_path}/disturbed/checkpoints/step_{steps - 2:06d}" in (
         capsys.readouterr().out
@@ -81,7 +100,10 @@ def test_losses_are_those_of_an_undisturbed_run_whatever_the_world(
     for number, (_, shards) in enumerate(WORLDS):
         assert is_sharded(steps_of(tmp_path / "disturbed").path_of(2 * number + 2)) is shards
     whole = command(config_file, text_file, tmp_path / "whole")
-    epochs = str((steps - 0.5) * 2 / (5000 // 64))
+    settings = parse_settings(whole)
+    rows = rows_of_run(settings, models.load_tokenizer(settings))
+    assert {len(row["seq_lengths"]) == 1 for row in rows} == {True, False}
+    epochs = str((steps - 0.5) * 2 / len(rows))
     finetune.main([*whole, *ALONE, "--num-train-epochs", epochs, "--eval-steps", "2"])
     ours, theirs = (read_metrics(tmp_path / name) for name in ("disturbed", "whole"))
     assert [line["step"] for line in ours] == [line["step"] for line in theirs]
