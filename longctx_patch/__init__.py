@@ -18,6 +18,8 @@ if TYPE_CHECKING:
         virtual_group,
         world_place,
     )
+    from longctx_patch.evaluation.evaluate import ContextEvaluation, evaluate_context
+    from longctx_patch.evaluation.scores import ContextScores, compare_scores
     from longctx_patch.health.agreement import model_facts, require_agreement
     from longctx_patch.health.finite import BadStepError, FiniteSteps, StepHistory
     from longctx_patch.health.limits import TimeLimits
@@ -71,6 +73,8 @@ _NAMES_IN = {
     "config": ("LongContextConfig",),
     "data": ("SequenceShardCollator", "pack_rows"),
     "engine.groups": ("SequenceGroup", "make_sequence_group", "virtual_group", "world_place"),
+    "evaluation.evaluate": ("ContextEvaluation", "evaluate_context"),
+    "evaluation.scores": ("ContextScores", "compare_scores"),
     "health.agreement": ("model_facts", "require_agreement"),
     "health.finite": ("BadStepError", "FiniteSteps", "StepHistory"),
     "health.pace": ("PaceCheck",),
@@ -111,6 +115,8 @@ _HOME = {name: module for module, names in _NAMES_IN.items() for name in names}
 
 __all__ = [
     "BadStepError",
+    "ContextEvaluation",
+    "ContextScores",
     "Documents",
     "DriftError",
     "FiniteSteps",
@@ -141,7 +147,9 @@ __all__ = [
     "choose_fused_layers",
     "close_accelerator",
     "compare",
+    "compare_scores",
     "count_valid_tokens",
+    "evaluate_context",
     "explain",
     "fuse_layers",
     "make_accelerator",

@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from longctx_patch.health.finite import FiniteSteps
 from longctx_patch.health.where import Pass, source_of
+from longctx_patch.hf.handle import evaluation_mode
 from longctx_patch.loss.law import IGNORE_INDEX, count_valid_tokens
 from longctx_patch.memory.random_state import RandomState
 from longctx_patch.recipes.metrics import peak_memory_bytes
@@ -97,7 +97,6 @@ def run_batches(
     return loss
 
 
-@torch.no_grad()
 def evaluate(accelerator: Any, model: Any, batches: Iterable[Any]) -> dict[str, Any]:
     """The mean loss over all labels of the evaluation rows: the sum over all processes, divided by
     their number. Collective; `batches` are this process's. A router's loss is no part of it."""
@@ -105,15 +104,11 @@ def evaluate(accelerator: Any, model: Any, batches: Iterable[Any]) -> dict[str, 
     options: dict[str, Any] = {"num_valid_tokens": 1, "use_cache": False}
     if getattr(accelerator.unwrap_model(model).config, "output_router_logits", False):
         options["output_router_logits"] = False
-    model.eval()
-    for batch in batches:
-        batch = {name: value.to(accelerator.device) for name, value in batch.items()}
-        total[0] += model(**batch, **options).loss.double()
-        total[1] += (batch["shift_labels"] != IGNORE_INDEX).sum()
-    model.train()
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # else some weights stay whole until the next backward, also in saving
+    with evaluation_mode(model):
+        for batch in batches:
+            batch = {name: value.to(accelerator.device) for name, value in batch.items()}
+            total[0] += model(**batch, **options).loss.double()
+            total[1] += (batch["shift_labels"] != IGNORE_INDEX).sum()
     shares, tokens = accelerator.reduce(total).tolist()
     # The mean of the processes' shares is the sum of the losses, of which there is one token.
     return {"eval_loss": shares / accelerator.num_processes / tokens, "eval_tokens": int(tokens)}

@@ -22,9 +22,10 @@ ROWS_KEY = "longctx_rows"
 WANTED_KEY = "longctx_wanted"
 """Key of a `Wanted`, in a batch of whole rows whose loss is not what is wanted."""
 
-Wanted = Literal["loss", "logits", "log_probs", "fused", "scores"]
-"""What a pass over whole rows returns: `log_probs` of labels by our own head, the fields of TRL's
-fused head (`fused`), or those of them that TRL's trainers read, by our head (`scores`)."""
+Wanted = Literal["loss", "logits", "log_probs", "top1", "fused", "scores"]
+"""What a pass over whole rows returns: `log_probs` of labels by our own head, with top-1 hits or
+without (`top1`), the fields of TRL's fused head (`fused`), or those of them that TRL's trainers
+read, by our head (`scores`)."""
 
 
 class ContradictionError(ValueError):
@@ -155,8 +156,8 @@ def _spans(mask: Any, shape: torch.Size) -> list[tuple[int, int]]:
     is_real = mask.bool()
     spans = []
     for number, row in enumerate(is_real):
-        real = row.nonzero()[:, 0].tolist()
-        start, stop = (real[0], real[-1] + 1) if real else (0, 0)
+        real = row.nonzero()[:, 0]
+        start, stop = (int(real[0]), int(real[-1]) + 1) if len(real) else (0, 0)
         if stop - start != len(real):
             raise ValueError(
                 f"attention_mask of row {number} has a hole between columns {start} and {stop}: a "

@@ -47,7 +47,7 @@ def require_agreement(facts: Mapping[str, Any], what: str) -> None:
     more = f"\n  and {len(lines) - MOST_FIELDS} more fields" if len(lines) > MOST_FIELDS else ""
     shown = "\n  ".join(lines[:MOST_FIELDS])
     raise ValueError(
-        f"the ranks disagree about {what}, so they would not train one model:\n  {shown}{more}\n"
+        f"the ranks disagree about {what}:\n  {shown}{more}\n"
         "Start all processes with the same command, files and packages."
     )
 

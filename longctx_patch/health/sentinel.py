@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longctx_patch.hf.handle import PatchHandle
+from longctx_patch.hf.handle import PatchHandle, evaluation_mode
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.memory.random_state import RandomState
 from longctx_patch.plugin.together import of_all_ranks
@@ -80,17 +80,11 @@ class Sentinel:
         """
         model = self._model
         device = next(model.parameters()).device
-        row = ids[None, :TOKENS].to(_computing_device(device))
-        modes = {module: module.training for module in model.modules()}
-        model.eval()
-        try:
-            with torch.no_grad(), RandomState.now(row.device).replayed():
-                alone, dtype = self._alone(row)
-                rows = {"input_ids": row, "labels": row}
-                shared = self._handle.token_log_probs(rows, model=model)
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
+        row = ids[None, :TOKENS].to(computing_device(device))
+        with evaluation_mode(model), RandomState.now(row.device).replayed():
+            alone, dtype = self._alone(row)
+            rows = {"input_ids": row, "labels": row}
+            shared = self._handle.token_log_probs(rows, model=model)
         errors = of_all_ranks(_error(alone, shared))
         rank = max(range(len(errors)), key=lambda n: (math.isnan(errors[n]), errors[n]))
         drift = Drift(error=errors[rank], bound=max(of_all_ranks(BOUNDS[dtype])), rank=rank)
@@ -124,7 +118,7 @@ def _error(alone: Tensor, shared: Tensor) -> float:
     return float((alone - shared).square().mean().sqrt() / size)
 
 
-def _computing_device(of_weights: torch.device) -> torch.device:
+def computing_device(of_weights: torch.device) -> torch.device:
     """The device of inputs; weights may lie on the host (FSDP2's CPU offload)."""
     if of_weights.type == "cpu" and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())

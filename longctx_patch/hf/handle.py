@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
@@ -21,10 +22,30 @@ from longctx_patch.hf.call.fire_check import FireCheck
 from longctx_patch.hf.call.row import MaskFactory
 from longctx_patch.hf.layers.checkpointing import Checkpointing, LayerCheckpoints
 from longctx_patch.hf.layers.mlp_tiles import tiles_of_layers
+from longctx_patch.hf.loss.token_head import TokenFields
 from longctx_patch.hf.row_passes import RowPasses
 from longctx_patch.transport import Counters
 
 Batch = TypeVar("Batch", bound=Mapping[str, Any])
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Within the context the model is in evaluation mode and makes no gradients.
+
+    Afterwards each module has the mode that it had, and FSDP2 holds shards of weights alone, some
+    of which would else stay whole until the next backward, also in saving.
+    """
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 @dataclass(repr=False)
@@ -62,6 +83,11 @@ class PatchHandle:
     def group_rank(self) -> int:
         """This process's rank among those that share its sequence."""
         return self.group.group_rank
+
+    @property
+    def is_patched(self) -> bool:
+        """Whether the model is patched still: `unpatch` was not called."""
+        return bool(self._undo)
 
     @property
     def first_step(self) -> FireCheck | None:
@@ -190,6 +216,27 @@ class PatchHandle:
         outputs = (model or self.model)(**batch, **{WANTED_KEY: "log_probs"})
         found: Tensor = outputs.log_probs
         return found
+
+    def label_scores(
+        self, batch: Mapping[str, Any], *, model: nn.Module | None = None
+    ) -> TokenFields:
+        """`token_log_probs`, and whether each label is what greedy decoding would emit there.
+
+        For evaluation: collective over the ranks that share a sequence, which give the same rows,
+        in evaluation mode and without gradients (`evaluation_mode`). Logits exist for a tile of
+        labelled tokens at a time.
+
+        Args: as those of `token_log_probs`.
+
+        Returns:
+            `log_probs`, and `is_top1`, `[B, L - 1]` bool: whether no word has a larger logit than
+            the label, nor as large a one with a lower number. 0 and False where there is no label.
+
+        Raises:
+            ValueError: on all ranks, rows that can't be read, or gradients in evaluation mode.
+        """
+        outputs: TokenFields = (model or self.model)(**batch, **{WANTED_KEY: "top1"})
+        return outputs
 
     def _refuse_hidden_ddp(self) -> None:
         """Refuse a call past DDP. It is looked for once, when loops have wrapped their model."""

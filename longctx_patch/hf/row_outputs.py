@@ -35,7 +35,7 @@ def whole_outputs(
 
     `config` is the model's.
     """
-    of_tokens = _OF_TOKENS if rows.wanted in ("log_probs", "fused", "scores") else ()
+    of_tokens = _OF_TOKENS if rows.wanted in ("log_probs", "top1", "fused", "scores") else ()
     if outputs.get("rope_deltas") is not None:  # transformers 5.17's, for a cache of another pass
         outputs["rope_deltas"] = None
     given = {name: value for name, value in outputs.items() if value is not None}

@@ -20,7 +20,7 @@ TILE_BYTES = 2**29
 hold about four times as much, the logits in 16 bits and their gradients included."""
 
 
-def token_log_probs(
+def label_scores(
     head: Callable[[Tensor], Tensor],
     hidden: Tensor,
     labels: Tensor,
@@ -29,8 +29,10 @@ def token_log_probs(
     softcap: float | None = None,
     scale: float = 1.0,
     tile_bytes: int | None = None,
-) -> Tensor:
-    """`log_softmax(softcap(scale * head(hidden)))` of each token's label; 0 for `IGNORE_INDEX`.
+    with_top1: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`log_softmax(softcap(scale * head(hidden)))` of each token's label, 0 for `IGNORE_INDEX`, and
+    whether this label is the word that greedy decoding takes.
 
     Args:
         head: `[1, tokens, D]` to logits `[1, tokens, V]`; it is called once for each tile, and
@@ -42,20 +44,26 @@ def token_log_probs(
         scale: factor of the logits.
         tile_bytes: most bytes of a tile's float32 logits (default: `TILE_BYTES`); a tile has one
             token at least.
+        with_top1: whether top-1 hits are wanted, which cost a pass over the logits.
 
     Returns:
         `[N]` float32 (float64 for float64 logits). Without tokens it is empty, but still part of
-        the graph, since backward of other ranks may wait for this one's.
+        the graph, since backward of other ranks may wait for this one's. Beside it `[N]` bool, or
+        `[0]` where top-1 hits are not wanted: no word has a larger logit, nor as large a one with a
+        lower number.
     """
     largest = max(1, (tile_bytes or TILE_BYTES) // (4 * num_words))
     num_tiles = max(1, -(-len(hidden) // largest))
 
-    def of_tile(hidden_TD: Tensor, labels_T: Tensor) -> Tensor:
+    def of_tile(hidden_TD: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
         logits_TV = head(hidden_TD[None])[0]
-        return _label_log_probs(logits_TV, labels_T, softcap, scale)
+        is_top1_T = logits_TV.argmax(-1) == labels_T if with_top1 else labels_T[:0].bool()
+        return _label_log_probs(logits_TV, labels_T, softcap, scale), is_top1_T
 
     tiles = zip(hidden.tensor_split(num_tiles), labels.tensor_split(num_tiles), strict=True)
-    return torch.cat([checkpoint(of_tile, *tile, use_reentrant=False) for tile in tiles])
+    found = [checkpoint(of_tile, *tile, use_reentrant=False) for tile in tiles]
+    log_probs, is_top1 = zip(*found, strict=True)
+    return torch.cat(log_probs), torch.cat(is_top1)
 
 
 def _label_log_probs(

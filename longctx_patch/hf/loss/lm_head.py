@@ -31,7 +31,7 @@ from longctx_patch.hf.loss.token_head import (
     StandIn,
     TokenFields,
     begin_chosen,
-    shard_log_probs,
+    shard_scores,
 )
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.hf.model.facts import text_config
@@ -65,10 +65,12 @@ def bind_passes(
         rows: RowsPass | None = kwargs.get(ROWS_KEY)
         given = signature.bind_partial(*args, **kwargs).arguments | kwargs
         wanted = "loss" if rows is None else rows.wanted
-        _open(loss, given, looks_up=wanted == "log_probs" or not keeps_logits)
-        if loss.current is not None and rows is not None and wanted in ("log_probs", "scores"):
+        of_labels = wanted in ("log_probs", "top1")
+        _open(loss, given, looks_up=of_labels or not keeps_logits)
+        if loss.current is not None and rows is not None and wanted == "scores":
             loss.current.wants, loss.current.how = wanted, rows.scores
-        if loss.current is not None and wanted == "log_probs":
+        if loss.current is not None and of_labels:
+            loss.current.wants, loss.current.with_top1 = "log_probs", wanted == "top1"
             _begin_log_probs(stand_in, loss.current, model, loss.num_words)
         if rows is not None and rows.columns is not None:
             layout = loss.group.layout(ShardedRow.read(kwargs[SHARD_KEY]).documents)
@@ -83,7 +85,7 @@ def bind_passes(
         if current.logits is None:
             raise RuntimeError(_LOSS_WAS_REPLACED)
         if current.wants == "log_probs":
-            return TokenFields(log_probs=current.log_probs)
+            return TokenFields(log_probs=current.log_probs, is_top1=current.is_top1)
         if current.scores is not None:
             current.scores.aux_loss = outputs.get("aux_loss")
             return current.scores
@@ -111,7 +113,7 @@ def _begin_log_probs(
     current.sum_is_handed_on = rule is None
 
     def forward(own: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-        current.log_probs = shard_log_probs(
+        current.log_probs, current.is_top1 = shard_scores(
             own,
             hidden,
             current.shift_labels,
@@ -119,6 +121,7 @@ def _begin_log_probs(
             num_words=num_words,
             softcap=softcap,
             scale=scale,
+            with_top1=current.with_top1,
         )
         return current.log_probs
 

@@ -13,7 +13,7 @@ from longctx_patch.data.whole_rows import HeadScores, RowsPass
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.hf.call.inputs import short
 from longctx_patch.hf.layers.checkpointing import GRADIENTS_IN_EVALUATION
-from longctx_patch.hf.loss.token_head import TokenFields, shard_log_probs
+from longctx_patch.hf.loss.token_head import TokenFields, shard_scores
 from longctx_patch.hf.model.facts import text_config
 from longctx_patch.hf.model.transformers_api import router_weight
 from longctx_patch.loss.law import IGNORE_INDEX, replica_scale, scale_of, sum_of_token_losses
@@ -42,8 +42,12 @@ class LossPass:
     """Whether each label's log-probability is wanted, or more of it, instead of the loss."""
     how: HeadScores = field(default_factory=HeadScores)
     """How the head makes scores."""
+    with_top1: bool = False
+    """Whether log-probabilities come with whether each label is the likeliest word."""
     log_probs: Tensor | None = None
     """`[B, L]`, once they are computed: by the head, or of logits."""
+    is_top1: Tensor | None = None
+    """`[B, L]`, with the log-probabilities."""
     scores: TokenFields | None = None
     """Once the head has computed them."""
     logits: Any = None
@@ -218,12 +222,13 @@ class ShardLoss:
 def _sum_of_log_probs(current: LossPass, logits: Tensor) -> Tensor:
     """Something for the model's forward to return as a loss, once each label has its own."""
     if current.log_probs is None:
-        current.log_probs = shard_log_probs(
+        current.log_probs, current.is_top1 = shard_scores(
             lambda tile: tile,
             logits,
             current.shift_labels,
             current.rows,
             num_words=logits.shape[-1],
+            with_top1=current.with_top1,
         )
     elif current.sum_is_handed_on:
         _check_logits_unchanged(current.log_probs, logits)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from longctx_patch.hf.call.gather import ChosenTokens
-from longctx_patch.loss.token_log_probs import token_log_probs
+from longctx_patch.loss.token_log_probs import label_scores
 
 
 @dataclass
@@ -74,7 +74,7 @@ def begin_chosen(stand_in: StandIn, chosen: ChosenTokens) -> None:
     stand_in.begin(forward)
 
 
-def shard_log_probs(
+def shard_scores(
     head: Callable[[Tensor], Tensor],
     hidden: Tensor,
     shift_labels: Tensor,
@@ -83,8 +83,10 @@ def shard_log_probs(
     num_words: int,
     softcap: float | None = None,
     scale: float = 1.0,
-) -> Tensor:
-    """`[B, L]` log-probabilities of a shard's labels, 0 where there is none.
+    with_top1: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`[B, L]` log-probabilities of a shard's labels, 0 where there is none, and whether each label
+    is the likeliest word, if that is wanted.
 
     Args:
         head: makes logits `[1, tokens, V]`.
@@ -92,11 +94,17 @@ def shard_log_probs(
         shift_labels: `[B, L]`
         rows: indices of those of the `B * L` tokens that have a label; None: all.
     """
-    labels = shift_labels.to(hidden.device).flatten()
-    given = hidden.flatten(0, 1)
+    labels, given = shift_labels.to(hidden.device).flatten(), hidden.flatten(0, 1)
+    size = len(labels)
+    if rows is not None:
+        rows = rows.to(hidden.device)
+        labels, given = labels[rows], given.index_select(0, rows)
     options: dict[str, Any] = {"num_words": num_words, "softcap": softcap, "scale": scale}
-    if rows is None:
-        return token_log_probs(head, given, labels, **options).view(hidden.shape[:2])
-    rows = rows.to(hidden.device)
-    found = token_log_probs(head, given.index_select(0, rows), labels[rows], **options)
-    return found.new_zeros(len(labels)).index_copy(0, rows, found).view(hidden.shape[:2])
+    log_probs, is_top1 = label_scores(head, given, labels, **options, with_top1=with_top1)
+
+    def placed(values: Tensor) -> Tensor:
+        if rows is not None:
+            values = values.new_zeros(size).index_copy(0, rows, values)
+        return values.view(hidden.shape[:2])
+
+    return placed(log_probs), placed(is_top1) if with_top1 else None

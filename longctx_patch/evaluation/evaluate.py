@@ -1,0 +1,222 @@
+"""One call that shows whether a patched model uses a long context, in any loop."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from hashlib import blake2b
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from longctx_patch.evaluation.longppl import CONTEXT, LongPPL, long_ppl, short_log_probs
+from longctx_patch.evaluation.positions import (
+    PositionLosses,
+    default_edges,
+    edge_problem,
+    loss_by_position,
+)
+from longctx_patch.evaluation.rows import LabelScores, RowScorer, batch_of
+from longctx_patch.evaluation.scores import ContextScores, in_k
+from longctx_patch.health.agreement import require_agreement
+from longctx_patch.hf.handle import PatchHandle
+from longctx_patch.hf.model.rope import reach_problem
+from longctx_patch.plugin.together import of_all_ranks, own_rank, refuse_together
+
+Text = str | Sequence[int]
+"""A document, or its token ids."""
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextEvaluation:
+    """What is to be evaluated. The same on every rank."""
+
+    lengths: tuple[int, ...]
+    """Tokens of the rows: of tasks at each of them, of texts at the greatest."""
+    texts: tuple[Text, ...] = ()
+    """Documents for losses by position and LongPPL. Those of the greatest length or more count,
+    each with its beginning; at least one has to be as long."""
+    edges: tuple[int, ...] = ()
+    """Positions between which losses are averaged; none: 0, 1K, 4K, 8K and so on, doubling."""
+    longppl: bool = False
+    """Whether LongPPL of the texts is computed, which takes 5 more tokens for each of theirs, in
+    rows of 5,120."""
+    tasks: tuple[str, ...] = ()
+    """Names of tasks."""
+    depths: tuple[float, ...] = (0.05, 0.25, 0.5, 0.75, 0.95)
+    """Where tasks with one needle hide it, from 0 to 1."""
+    samples: int = 10
+    """Of each task, length and depth."""
+    seed: int = 42
+    label: str = ""
+    """What is evaluated, in the words of the tables."""
+
+    @property
+    def reach(self) -> int:
+        """The greatest length."""
+        return max(self.lengths)
+
+    def problems(self) -> Iterable[str]:
+        """What is wrong with it, whatever the model, in words."""
+        if not self.lengths or any(length < 2 for length in self.lengths):
+            yield f"lengths={self.lengths}: give one or more, of 2 tokens or more each."
+        if not self.texts and not self.tasks:
+            yield "there is nothing to evaluate: give texts or tasks."
+        if self.samples < 1 or not all(0 <= depth <= 1 for depth in self.depths):
+            yield (
+                f"samples={self.samples}, depths={self.depths}: give 1 sample or more, and depths "
+                "from 0 to 1."
+            )
+        if self.edges and (problem := edge_problem(self.edges)):
+            yield problem
+        if self.longppl and (not self.texts or self.reach <= CONTEXT):
+            yield (
+                f"longppl=True with {len(self.texts)} texts and lengths={self.lengths}: it "
+                f"compares predictions after a long text with those after {CONTEXT} tokens. Give "
+                "texts and a greater length."
+            )
+
+
+def evaluate_context(
+    handle: PatchHandle,
+    tokenizer: Any,
+    asked: ContextEvaluation,
+    *,
+    model: nn.Module | None = None,
+    key_handle: PatchHandle | None = None,
+    say: Callable[[str], None] = print,
+) -> ContextScores:
+    """Evaluate a patched model at any length, over the ranks that it is patched for.
+
+    Collective over the world: all ranks call it with the same model and what is asked, in training
+    or not. Rows are spread over the sequence groups, the ranks of a group share each, and every
+    rank gets all scores, those of one process. The model is in evaluation mode meanwhile, and then
+    in the mode that it was in; weights, gradients and random numbers stay as they are. Adapters
+    count as they are switched: `with model.disable_adapter():` evaluates the base.
+
+    Args:
+        handle: of the model.
+        tokenizer: the model's, for texts and tasks.
+        model: the module that the loop trains, where it wraps the patched model: that of FSDP2
+            around PEFT, or a compiled one. None: the patched model itself.
+        key_handle: of the model that finds LongPPL's key tokens, with the same tokenizer. None: the
+            model itself.
+        say: gets a line for each part, on the first rank.
+
+    Raises:
+        ValueError: on all ranks, before anything is computed: they ask for different things, no
+            text is as long, a length is beyond the model's reach, an answer doesn't fit, the model
+            isn't patched. Later, for log-probabilities that are not finite.
+
+    Example:
+        >>> asked = ContextEvaluation(lengths=(8192, 65536), tasks=("passkey",))
+        >>> print(evaluate_context(handle, tokenizer, asked))  # doctest: +SKIP
+    """
+    return PreparedEvaluation(handle, tokenizer, asked).run(model, key_handle, say)
+
+
+class PreparedEvaluation:
+    """What is asked, checked and made into rows, to be run at several times of a training."""
+
+    def __init__(self, handle: PatchHandle, tokenizer: Any, asked: ContextEvaluation) -> None:
+        """Collective over the world; raises as `evaluate_context` does before it computes."""
+        require_agreement(_facts(asked), "what to evaluate")
+        refuse_together(_problems(handle, asked))
+        self._handle, self._asked = handle, asked
+        self._texts = _on_all_ranks(lambda: _long_texts(tokenizer, asked))
+
+    def run(
+        self,
+        model: nn.Module | None = None,
+        key_handle: PatchHandle | None = None,
+        say: Callable[[str], None] = print,
+    ) -> ContextScores:
+        """The scores of the model as it is now. Collective; arguments as `evaluate_context`'s."""
+        started = time.perf_counter()
+        asked, scorer = self._asked, RowScorer(self._handle, model)
+        say = say if own_rank() == 0 else _nothing
+        losses, ppl = None, None
+        if self._texts:
+            say(f"losses by position of {len(self._texts)} texts of {in_k(asked.reach)} tokens")
+            keys = scorer if key_handle is None else RowScorer(key_handle)
+            losses, ppl = _of_texts(scorer, self._texts, asked, keys)
+        return ContextScores(
+            label=asked.label,
+            lengths=asked.lengths,
+            loss_by_position=losses,
+            longppl=ppl,
+            tasks={},
+            seed=asked.seed,
+            tokens=scorer.tokens,
+            seconds=max(of_all_ranks(round(time.perf_counter() - started, 3))),
+        )
+
+
+def _of_texts(
+    scorer: RowScorer, texts: Sequence[Tensor], asked: ContextEvaluation, keys: RowScorer
+) -> tuple[PositionLosses, LongPPL | None]:
+    batches = [batch_of([text]) for text in texts]
+    long = scorer.over(batches, _log_probs)
+    edges = asked.edges or default_edges(asked.reach)
+    losses = loss_by_position(batches, long, edges)
+    if not asked.longppl:
+        return losses, None
+    theirs = long if keys is scorer else keys.over(batches, _log_probs)
+    mine, theirs = ([logs[0] for logs in found] for found in (long, theirs))
+    return losses, long_ppl(mine, theirs, short_log_probs(keys, texts))
+
+
+def _log_probs(_: int, scores: LabelScores) -> Tensor:
+    return scores.log_probs
+
+
+def _problems(handle: PatchHandle, asked: ContextEvaluation) -> Iterable[str]:
+    """Why this can't be evaluated, in words."""
+    if not handle.is_patched:
+        yield "the handle's model is not patched any more: evaluate before handle.unpatch()."
+    yield from asked.problems()
+    config = handle.model.config
+    if not handle.config.allow_beyond_reach:
+        yield from filter(None, (reach_problem(config, length) for length in asked.lengths))
+
+
+def _long_texts(tokenizer: Any, asked: ContextEvaluation) -> list[Tensor]:
+    """The beginnings of the texts that are long enough, `[asked.reach]` each."""
+    longest, found = 0, []
+    for text in asked.texts:
+        ids = tokenizer(text)["input_ids"] if isinstance(text, str) else text
+        longest = max(longest, len(ids))
+        if len(ids) >= asked.reach:
+            found.append(torch.as_tensor(ids[: asked.reach], dtype=torch.int64))
+    if asked.texts and not found:
+        raise ValueError(
+            f"no text has {asked.reach} tokens: the longest of {len(asked.texts)} has {longest}. "
+            "Give longer texts, or smaller lengths."
+        )
+    return found
+
+
+def _on_all_ranks(make: Callable[[], Made]) -> Made:
+    """What `make` returns; what it refuses on one rank is refused on all. Collective."""
+    made, problem = None, []
+    try:
+        made = make()
+    except ValueError as error:
+        problem = [str(error)]
+    refuse_together(problem)
+    return cast(Made, made)
+
+
+def _facts(asked: ContextEvaluation) -> dict[str, Any]:
+    """What is asked, with the texts as their number and a digest."""
+    facts = {field.name: getattr(asked, field.name) for field in fields(asked)}
+    texts = facts.pop("texts")
+    digest = blake2b(digest_size=8)
+    for text in texts:
+        digest.update(text.encode() if isinstance(text, str) else repr(list(text)).encode())
+    return facts | {"texts": f"{len(texts)} with the digest {digest.hexdigest()}"}
+
+
+def _nothing(_: str) -> None:
+    """Says nothing, on all ranks but the first."""

@@ -1,0 +1,111 @@
+"""Losses by position and LongPPL are those of the stock model's own logits, on any number of
+ranks; packed documents count as each alone."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from longctx_patch import PatchHandle
+from longctx_patch.evaluation import longppl
+from longctx_patch.evaluation.longppl import LongPPL, long_ppl, short_log_probs
+from longctx_patch.evaluation.positions import default_edges, edge_problem, loss_by_position
+from longctx_patch.evaluation.rows import Batch, RowScorer, batch_of
+from tests.evaluation.stock import WAYS, document, on_virtual_ranks, stock_log_probs
+from tests.hf.tiny import featured_model
+
+MODEL = featured_model("llama").eval()
+LENGTH, EDGES = 97, (0, 8, 32, 64, 97)
+TEXTS = [torch.tensor(document(LENGTH, number)) for number in range(3)]
+
+
+def packed(lengths: tuple[int, ...]) -> Batch:
+    """Documents of their own, one after another in a row."""
+    documents = [torch.tensor(document(n, 7 * n)) for n in lengths]
+    labels = [torch.cat([torch.tensor([-100]), ids[1:]]) for ids in documents]
+    return {
+        "input_ids": torch.cat(documents)[None],
+        "labels": torch.cat(labels)[None],
+        "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
+    }
+
+
+def losses_by_hand(documents: list[Tensor]) -> tuple[list[float], list[int]]:
+    sums, counts = [0.0] * 4, [0] * 4
+    for ids in documents:
+        for place, log in enumerate(stock_log_probs(MODEL, ids).tolist(), start=1):
+            bucket = next(n for n in range(4) if EDGES[n] <= place < EDGES[n + 1])
+            sums[bucket] -= log
+            counts[bucket] += 1
+    return [total / count for total, count in zip(sums, counts, strict=True)], counts
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_losses_by_position(way: dict[str, int]) -> None:
+    lengths = (40, 97, 13)
+    batches = [batch_of([text]) for text in TEXTS] + [packed(lengths)]
+    documents = [*TEXTS, *(torch.tensor(document(n, 7 * n)) for n in lengths)]
+
+    def run(handle: PatchHandle) -> tuple[list[float | None], list[int]]:
+        logs = RowScorer(handle).over(batches, lambda _, scores: scores.log_probs)
+        found = loss_by_position(batches, logs, EDGES)
+        return list(found.loss), list(found.tokens)
+
+    losses, counts = losses_by_hand(documents)
+    for found, found_counts in on_virtual_ranks(MODEL, way, run):
+        assert found_counts == counts
+        assert found == pytest.approx(losses, rel=1e-5)
+
+
+CONTEXT, STEP = 16, 6
+
+
+def longppl_by_hand(texts: list[Tensor], alpha: float, beta: float) -> LongPPL:
+    """The paper's definition, a window of `STEP` tokens at a time, as its authors compute it."""
+    keys, everything = [], []
+    for text in texts:
+        long = stock_log_probs(MODEL, text)
+        everything += long.tolist()
+        for start in range(0, len(text) - CONTEXT, STEP):
+            window = text[start : start + CONTEXT + STEP]
+            short = stock_log_probs(MODEL, window)[CONTEXT - 1 :]
+            same = long[start + CONTEXT - 1 :][: len(short)]
+            keys += same[((same - short) > alpha) & (same > beta)].tolist()
+    return LongPPL(
+        longppl=math.exp(-sum(keys) / len(keys)) if keys else None,
+        perplexity=math.exp(-sum(everything) / len(everything)),
+        key_tokens=len(keys),
+        tokens=len(everything),
+    )
+
+
+@pytest.mark.parametrize("way", [WAYS["one rank"], WAYS["ring"], WAYS["both"]])
+@pytest.mark.parametrize(("alpha", "beta"), [(0.05, -5.0), (2.0, -0.1)])
+def test_longppl(
+    way: dict[str, int], alpha: float, beta: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(longppl, "ALPHA", alpha)
+    monkeypatch.setattr(longppl, "BETA", beta)
+    wanted = longppl_by_hand(TEXTS, alpha, beta)
+    assert (wanted.key_tokens > 5) == (alpha == 0.05)
+
+    def run(handle: PatchHandle) -> LongPPL:
+        scorer = RowScorer(handle)
+        long = scorer.over([batch_of([t]) for t in TEXTS], lambda _, s: s.log_probs[0])
+        short = short_log_probs(scorer, TEXTS, context=CONTEXT, step=STEP)
+        return long_ppl(long, long, short)
+
+    for found in on_virtual_ranks(MODEL, way, run):
+        assert (found.key_tokens, found.tokens) == (wanted.key_tokens, wanted.tokens)
+        assert found.perplexity == pytest.approx(wanted.perplexity, rel=1e-5)
+        assert found.longppl == (wanted.longppl and pytest.approx(wanted.longppl, rel=1e-5))
+
+
+def test_edges() -> None:
+    assert default_edges(700) == (0, 700)
+    assert default_edges(4096) == (0, 1024, 4096)
+    assert default_edges(65536) == (0, 1024, 4096, 8192, 16384, 32768, 65536)
+    assert edge_problem((0, 5)) is None
+    for wrong in ((), (3,), (0, 4, 4), (-1, 4)):
+        assert str(wrong) in (edge_problem(wrong) or "")
