@@ -4,7 +4,8 @@
 likely one after the prompt and the tokens before it. From the first token that is not, it goes
 another way, of which these log-probabilities say nothing. So a part of the answer counts only if
 all tokens up to its end are the most likely ones: the score is the share of parts that greedy
-decoding is certain to emit, and what it would score by RULER's rule is never less.
+decoding is certain to emit, and what it would score by RULER's rule is never less. Of an answer
+with several spellings, each of which greedy decoding might take, the best one counts.
 
 **Ranked.** Each of the expected and the wrong answers is scored by the mean log-probability of its
 tokens, so that a long one is not worse for its length (GPT-3, arXiv 2005.14165, section 2.4). Of
@@ -17,17 +18,18 @@ from itertools import accumulate
 
 import torch
 
-from longctx_patch.evaluation.rows import Batch, LabelScores, RowScorer, batch_of
+from longctx_patch.evaluation.rows import LabelScores, RowScorer, batch_of
 from longctx_patch.evaluation.tasks.sample import Sample
 
-Tokens = Sequence[int]
+Parts = Sequence[Sequence[int]]
+"""Token ids of an answer, a part after the other."""
 
 
 def score_samples(scorer: RowScorer, samples: Sequence[Sample]) -> list[float]:
     """The score of each sample, from 0 to 1, in their order. Collective over the world.
 
-    Each forced sample takes one forward pass, and each ranked one as many as it has answers, wrong
-    ones included.
+    A forced sample takes one forward pass for each spelling, and a ranked one for each answer,
+    right or wrong.
 
     Args:
         samples: the same on every rank; see `sample_problems`.
@@ -35,26 +37,27 @@ def score_samples(scorer: RowScorer, samples: Sequence[Sample]) -> list[float]:
     Example:
         >>> score_samples(RowScorer(handle), samples)  # doctest: +SKIP
     """
-    owners: list[int] = []
-    batches: list[Batch] = []
-    for number, sample in enumerate(samples):
-        for answer in _whole_answers(sample):
-            owners.append(number)
-            ids = torch.tensor([*sample.prompt, *answer])
-            batches.append(batch_of([ids], unlabelled=len(sample.prompt)))
+    rows = [
+        (number, parts) for number, sample in enumerate(samples) for parts in _answers_of(sample)
+    ]
+    batches = []
+    for number, parts in rows:
+        prompt = torch.as_tensor(samples[number].prompt)
+        ids = torch.cat([prompt, torch.tensor([token for part in parts for token in part])])
+        batches.append(batch_of([ids], unlabelled=len(prompt)))
 
     def keep(number: int, scores: LabelScores) -> float:
-        sample = samples[owners[number]]
+        sample, parts = samples[rows[number][0]], rows[number][1]
         first = len(sample.prompt) - 1
         if sample.scoring == "forced":
-            return _share_emitted(sample.answers, scores.is_top1[0, first:].tolist())
+            return _share_emitted(parts, scores.is_top1[0, first:].tolist())
         return float(scores.log_probs[0, first:].double().mean())
 
     found: list[list[float]] = [[] for _ in samples]
-    for number, value in zip(owners, scorer.over(batches, keep), strict=True):
+    for (number, _), value in zip(rows, scorer.over(batches, keep), strict=True):
         found[number].append(value)
     return [
-        values[0] if sample.scoring == "forced" else _share_ranked(values, len(sample.answers))
+        max(values) if sample.scoring == "forced" else _share_ranked(values, len(sample.answers))
         for sample, values in zip(samples, found, strict=True)
     ]
 
@@ -65,7 +68,7 @@ def sample_problems(samples: Iterable[Sample]) -> Iterable[str]:
         name = f"sample {number} of {sample.task}"
         if not sample.prompt:
             yield f"{name} has no prompt: its answer's first token would follow nothing."
-        if not sample.answers or not all((*sample.answers, *sample.others)):
+        if not all(parts and all(parts) for parts in _answers_of(sample)) or not sample.answers:
             yield f"{name} has no answer, or an empty one: give each a token or more."
         if sample.scoring == "ranked" and not sample.others:
             yield f"{name} is ranked without wrong answers, among which all models are right."
@@ -76,14 +79,14 @@ def sample_problems(samples: Iterable[Sample]) -> Iterable[str]:
             )
 
 
-def _whole_answers(sample: Sample) -> list[Tokens]:
-    """What follows the prompt in each row of a sample."""
+def _answers_of(sample: Sample) -> list[Parts]:
+    """What follows the prompt in each row of a sample, in parts."""
     if sample.scoring == "ranked":
-        return [*sample.answers, *sample.others]
-    return [[token for part in sample.answers for token in part]]
+        return [(answer,) for answer in (*sample.answers, *sample.others)]
+    return [sample.answers, *sample.spellings]
 
 
-def _share_emitted(parts: Sequence[Tokens], is_top1: Sequence[bool]) -> float:
+def _share_emitted(parts: Parts, is_top1: Sequence[bool]) -> float:
     """`is_top1`: of each token of all parts."""
     right = is_top1.index(False) if False in is_top1 else len(is_top1)
     ends = accumulate(map(len, parts))

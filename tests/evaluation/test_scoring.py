@@ -1,5 +1,7 @@
 """Scores of samples are those of the stock model's own logits, on any number of ranks."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -28,7 +30,11 @@ def forced(number: int, wrong: int | None) -> Sample:
         answer[wrong] = (answer[wrong] + 1) % 90
     parts = (tuple(answer[:2]), tuple(answer[2:5]), tuple(answer[5:]))
     return Sample(
-        task="vt", length=64 + 7 * number, depth=None, prompt=tuple(prompt), answers=parts
+        task="vt",
+        length=64 + 7 * number,
+        depth=None,
+        prompt=tuple(prompt),
+        answers=parts,
     )
 
 
@@ -46,18 +52,26 @@ def ranked(number: int) -> Sample:
     )
 
 
-SAMPLES = [*(forced(n, wrong) for n, wrong in enumerate((None, 0, 2, 5))), *map(ranked, range(4))]
+SPELT = replace(forced(0, 0), spellings=(((95, 95),), forced(0, None).answers))
+SAMPLES = [
+    *(forced(n, wrong) for n, wrong in enumerate((None, 0, 2, 5))),
+    SPELT,
+    *map(ranked, range(4)),
+]
 
 
 def expected(sample: Sample) -> float:
     """The same from greedy decoding, and from whole logits."""
     prompt = list(sample.prompt)
     if sample.scoring == "forced":
-        emitted, place, hits = greedy(prompt, 6), 0, 0
-        for part in sample.answers:
-            place += len(part)
-            hits += emitted[:place] == [t for p in sample.answers for t in p][:place]
-        return hits / len(sample.answers)
+        emitted, scores = greedy(prompt, 6), []
+        for parts in (sample.answers, *sample.spellings):
+            wanted, place, hits = [token for part in parts for token in part], 0, 0
+            for part in parts:
+                place += len(part)
+                hits += emitted[:place] == wanted[:place]
+            scores.append(hits / len(parts))
+        return max(scores)
     means = {
         answer: float(stock_log_probs(MODEL, [*prompt, *answer])[-len(answer) :].mean())
         for answer in (*sample.answers, *sample.others)
@@ -69,8 +83,8 @@ def expected(sample: Sample) -> float:
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_scores_are_the_stock_models(way: dict[str, int]) -> None:
     wanted = [expected(sample) for sample in SAMPLES]
-    assert wanted[:4] == [1, 0, 1 / 3, 2 / 3]
-    assert len(set(wanted[4:])) > 1
+    assert wanted[:5] == [1, 0, 1 / 3, 2 / 3, 1]
+    assert len(set(wanted[5:])) > 1
     found = on_virtual_ranks(MODEL, way, lambda handle: score_samples(RowScorer(handle), SAMPLES))
     assert found == [wanted] * len(found)
 
@@ -78,7 +92,7 @@ def test_scores_are_the_stock_models(way: dict[str, int]) -> None:
 def test_a_tie_does_not_count() -> None:
     sample = ranked(0)
     handle = patch(featured_model("llama"), LongContextConfig())
-    doubled = Sample(**{**vars(sample), "others": (*sample.answers, *sample.answers)})
+    doubled = replace(sample, others=(*sample.answers, *sample.answers))
     assert score_samples(RowScorer(handle), [doubled]) == [0.0]
 
 
@@ -95,7 +109,7 @@ def test_a_tie_does_not_count() -> None:
 def test_what_cannot_be_scored(changed: dict, says: str) -> None:
     good = forced(0, None)
     assert list(sample_problems([good])) == []
-    problem = next(iter(sample_problems([good, Sample(**{**vars(good), **changed})])))
+    problem = next(iter(sample_problems([good, replace(good, **changed)])))
     assert problem.startswith("sample 1 of vt")
     assert says in problem
 
