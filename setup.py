@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent
 MOVED_FOLDERS = {"cli": "longctx_patch.cli", "recipes": "longctx_patch.recipes"}
 
 DRAW = ["matplotlib"]
+EVAL = ["nltk", "wonderwords"]  # RULER's sentences and words
 FOUR_BITS = ["bitsandbytes>=0.48"]
 TRL = ["trl>=1.16"]
 DEV = [
@@ -26,6 +27,7 @@ DEV = [
     "tensorboard",
     "types-PyYAML",
     *DRAW,
+    *EVAL,
     *FOUR_BITS,
     *TRL,
 ]
@@ -88,6 +90,7 @@ setup(
     extras_require={
         "dev": DEV,
         "draw": DRAW,
+        "eval": EVAL,
         # A pre-release whose functions may still change, so one version. [cu13] is the compiler for
         # CUDA 13, which torch 2.11 and later come with by default.
         "fa4": ["flash-attn-4[cu13]==4.0.0b36"],

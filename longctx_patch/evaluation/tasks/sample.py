@@ -22,7 +22,8 @@ class Sample:
     length: int
     """Tokens asked for: those of the prompt and of the answer are this many at most."""
     depth: float | None
-    """Where the needle lies, from 0 (the first token) to 1; None where there are several."""
+    """Where the needle was put, from 0 (the first token) to 1; None where its place was drawn, and
+    where there are several."""
     prompt: tuple[int, ...]
     """Token ids up to the answer, its prefix included."""
     answers: tuple[tuple[int, ...], ...]

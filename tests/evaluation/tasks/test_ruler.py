@@ -1,0 +1,159 @@
+"""RULER's tasks have the texts of its definition, written down here a second time."""
+
+import math
+import random
+import string
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from longctx_patch.evaluation.tasks import make_samples, sources
+
+WORDS = {
+    "adjective": ["old", "teeny-tiny", "old-fashioned", "teeny", "ad hoc", "red", "oldest"],
+    "noun": ["fashioned", "tiny-x", "ant", "zebra", "go-kart", "creme brulee", "axe"],
+    "verb": ["go", "ant", "run", "walk", "sing", "jump", "see", "hear"],
+}
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+Draw = Callable[[int], tuple[str, list[str]]]
+
+
+@pytest.fixture(autouse=True)
+def few_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_words", WORDS.__getitem__)
+
+
+def bisected(draw: Draw, count: Callable[[str], int], step: int, room: int, length: int) -> int:
+    tokens = count(draw(step)[0]) / step
+    low, high, best = step, max(int((length / tokens) * 3), 2 * step), step
+    while low <= high:
+        middle = (low + high) // 2
+        if count(draw(middle)[0]) <= room:
+            best, low = middle, middle + 1
+        else:
+            high = middle - 1
+    return best
+
+
+def fitted(draw: Draw, count: Callable[[str], int], size: int, step: int, room: int) -> Any:
+    while True:
+        text, answers = draw(size)
+        if count(text) <= room:
+            return text, answers
+        size -= step if size > step else 0
+
+
+def niah_single_1(count: Callable[[str], int], length: int, seed: int, number: int) -> list[Any]:
+    rng = random.Random(seed)
+    pairs = sorted({f"{a}-{n}" for a in WORDS["adjective"] for n in WORDS["noun"]})
+
+    def draw(num_lines: int) -> tuple[str, list[str]]:
+        key = rng.choice(pairs)
+        value = str(rng.randint(1000000, 9999999))
+        lines = [NOISE] * num_lines
+        (place,) = rng.sample(range(num_lines), 1)
+        lines.insert(place, f"One of the special magic numbers for {key} is: {value}.")
+        rng.sample(range(1), 1)  # which key is asked for
+        text = "\n".join(lines)
+        return (
+            "A special magic number is hidden within the following text. Make sure to memorize it. "
+            f"I will quiz you about the number afterwards.\n{text}\nWhat is the special magic "
+            f"number for {key} mentioned in the provided text? The special magic number for {key} "
+            "mentioned in the provided text is"
+        ), [value]
+
+    size = bisected(draw, count, 5, length - 128, length)
+    return [fitted(draw, count, size, 5, length - 128) for _ in range(number)]
+
+
+def vt(count: Callable[[str], int], length: int, seed: int, number: int) -> list[Any]:
+    rng, numbers = random.Random(seed), np.random.RandomState(seed)
+
+    def question(num_lines: int, letters: int) -> tuple[str, list[str]]:
+        names = ["".join(rng.choices(string.ascii_uppercase, k=letters)) for _ in range(5)]
+        value = "12345" if letters == 3 else str(numbers.randint(10000, 99999))
+        chain = [f"VAR {names[0]} = {value}"]
+        chain += [f"VAR {names[n]} = VAR {names[n - 1]} " for n in range(1, 5)]
+        lines = [NOISE] * num_lines
+        for n, place in enumerate(sorted(rng.sample(range(num_lines), 5))):
+            lines.insert(place + n, chain[n])
+        text = "\n".join(lines)
+        return (
+            "Memorize and track the chain(s) of variable assignment hidden in the following text."
+            f"\n\n{text}\nQuestion: Find all variables that are assigned the value {value} in the "
+            "text above. Answer: According to the chain(s) of variable assignment in the text "
+            f"above, 5 variables are assgined the value {value}, they are: "
+        ), names
+
+    def icl_draw(num_lines: int) -> tuple[str, list[str]]:
+        return question(num_lines, 3)
+
+    text, names = fitted(icl_draw, count, bisected(icl_draw, count, 5, 500, 500), 5, 500)
+    example = f"{text} {' '.join(names)}\n"
+
+    def draw(num_lines: int) -> tuple[str, list[str]]:
+        asked, answers = question(num_lines, 5)
+        solved = example
+        for name in names:
+            solved = solved.replace(name, "".join(rng.choices(string.ascii_uppercase, k=3)))
+        solved = solved.replace("12345", str(numbers.randint(10000, 99999)))
+        return f"{solved}\n{asked}", answers
+
+    room = length - 30 - count(example)
+    size = bisected(lambda lines: question(lines, 5), count, 5, room, length)
+    return [fitted(draw, count, size, 5, length - 30) for _ in range(number)]
+
+
+def fwe(count: Callable[[str], int], length: int, seed: int, number: int) -> list[Any]:
+    rng, room = random.Random(seed), length - 50
+
+    def codes() -> list[str]:
+        found: set[str] = set()
+        while len(found) < room // 50:
+            found.add("".join(rng.choices(string.ascii_lowercase, k=6)))
+        listed = sorted(found)
+        random.Random(seed).shuffle(listed)
+        return ["...", *listed[1:]]
+
+    def text(vocab: list[str], size: int) -> str:
+        words: list[str] = []
+        for rank, word in enumerate(vocab, start=1):
+            words += [word] * int(size * float(rank) ** -2.0 / (math.pi**2 / 6))
+        random.Random(seed).shuffle(words)
+        return (
+            "Read the following coded text and track the frequency of each coded word. Find the "
+            f"three most frequently appeared coded words. {' '.join(words)}\nQuestion: Do not "
+            "provide any explanation. Please ignore the dots '....'. What are the three most "
+            "frequently appeared words in the above coded text? Answer: According to the coded "
+            "text above, the three most frequently appeared words are:"
+        )
+
+    first, size = codes(), room // 6
+    while count(text(first, size)) < room:
+        size += room // 32
+    size -= room // 32
+    found = []
+    for _ in range(number):
+        vocab, own = codes(), size
+        while count(text(vocab, own)) > room:
+            own -= room // 32
+        found.append((text(vocab, own), vocab[1:4]))
+    return found
+
+
+@pytest.mark.parametrize(("length", "seed"), [(1231, 42), (1700, 7)])
+@pytest.mark.parametrize("definition", [niah_single_1, vt, fwe])
+def test_texts_are_those_of_the_definition(
+    definition: Any, length: int, seed: int, tokenizer: Any
+) -> None:
+    def count(text: str) -> int:
+        return len(tokenizer(text).input_ids)
+
+    name = definition.__name__
+    made = make_samples([name], tokenizer, length, per_cell=5, seed=seed)
+    for sample, (text, answers) in zip(made, definition(count, length, seed, 5), strict=True):
+        assert list(sample.prompt) == tokenizer(text).input_ids
+        assert [tokenizer.decode(ids).strip() for ids in sample.answers] == answers
+        assert sample.num_tokens <= sample.length == length
