@@ -9,7 +9,7 @@ from longctx_patch.cli.recurrent_row import kernel_rows, recurrent_rows
 from longctx_patch.cli.units import size_text
 from longctx_patch.hf.model.facts import ModelFacts, Reach
 from longctx_patch.hf.model.family import RECURRENT, SINKS
-from longctx_patch.hf.model.rope import reach_problem, reachable_length
+from longctx_patch.hf.model.rope_facts import describe_change, reach_problem, reachable_length
 from longctx_patch.hf.model.supported import FAMILIES
 from longctx_patch.memory.policies import POLICIES
 from longctx_patch.recipes import models
@@ -149,9 +149,8 @@ def _rope_reason(decisions: Decisions) -> str:
         is_long_enough = reach_problem(decisions.model_config, decisions.settings.seq_len) is None
         reaches = "long enough" if is_long_enough else "too short (--allow-beyond-reach)"
         return f"as published ({' and '.join(types)}), {reaches}"
-    if decisions.settings.rope == "dynamic":
-        return f"frozen at this length: rope_theta {rope['rope_theta']:.6g}"
-    return f"factor {rope['factor']:g}"
+    change = describe_change(decisions.old_config, decisions.model_config)
+    return f"frozen at this length: {change}" if decisions.settings.rope == "dynamic" else change
 
 
 def _weights(decisions: Decisions) -> tuple[str, str]:

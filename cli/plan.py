@@ -125,7 +125,7 @@ def plan_command(model: str, **options: Any) -> None:
     from longctx_patch.config import LongContextConfig
     from longctx_patch.hf.model.checks import check_model_config
     from longctx_patch.hf.model.load import load_model_config
-    from longctx_patch.hf.model.rope import reachable_length
+    from longctx_patch.hf.model.rope_facts import reachable_length
 
     asked = PlanOptions(**options)
     asked.check()

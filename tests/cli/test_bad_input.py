@@ -56,14 +56,18 @@ def refuse_patch(run: Run, tmp_path: Path, model: object, *words: object) -> str
             ["--ulysses 2 x --ring 2 = 4, but --sequence-degree is 2"],
         ),
         ({}, ["--gpus", 3, "--nodes", 2], ["--gpus 3 over --nodes 2", "Use --gpus 4"]),
-        ({}, ["--seq-len", 65], ["65 tokens", "reaches 64", "--rope yarn"]),
+        ({}, ["--seq-len", 65], ["65 tokens", "reaches 64", "--rope theta or --rope yarn"]),
         (
             {"rope_parameters": YARN},
             ["--seq-len", 999],
-            ["already scaled (rope_type 'yarn', reaching 256 tokens)", "999", "shorter"],
+            ["999 tokens", "reaches 256", "Replace its scaling (yarn x4 from 64): --rope theta"],
         ),
         ({}, ["--rope", "yarn"], ["already reaches 64", "leave --rope out"]),
-        ({}, ["--rope-factor", 2], ["rope factor 2.0", "Choose linear, dynamic or yarn"]),
+        (
+            {},
+            ["--rope-factor", 2],
+            ["rope factor 2.0 with rope kind 'none'", "belongs to yarn or llama3"],
+        ),
         (
             {"rope_parameters": DYNAMIC},
             [],

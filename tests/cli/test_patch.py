@@ -35,8 +35,9 @@ def test_the_run_folder_trains_and_verifies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Paths are given relative to one folder, and the commands start in another. Rows are packed,
-    layers have a window, and two processes train as one does."""
-    config(model_type="mistral", sliding_window=20)
+    a layer has a window, and two processes train as one does."""
+    kinds = ["sliding_attention", "full_attention"]
+    config(model_type="qwen2", use_sliding_window=True, sliding_window=20, layer_types=kinds)
     monkeypatch.chdir(tmp_path)
     words = ["--seq-len", 131, "--gpus", 2, "--ring", 2, "--cpu", "--rope", "yarn", "--pack"]
     words += ["--data", text_file.name]
@@ -48,7 +49,10 @@ def test_the_run_folder_trains_and_verifies(
     assert (rope["rope_type"], rope["factor"]) == ("yarn", 131 / 64)
 
     readme = (folder / "README.md").read_text()
-    assert "| attention | 2 layers of window 20 | documents of a row don't see" in readme
+    assert (
+        "| attention | 1 layer of window 20, 1 layer causal | documents of a row don't see"
+        in readme
+    )
     assert "66 tokens per CPU process" in readme  # 132 / 2: 131 tokens and one of padding
     assert "Rows are packed" in readme
     assert "with `--resume`, added to its own command" in readme

@@ -25,7 +25,7 @@ from longctx_patch.hf.call.vocabulary import vocabulary_problem
 from longctx_patch.hf.layers.checkpointing import LayerCheckpoints
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.hf.model.checks import UnsupportedModelError, adapter_problem
-from longctx_patch.hf.model.rope import reach_problem
+from longctx_patch.hf.model.rope_facts import reach_problem
 from longctx_patch.sequence.masks import Mask
 from longctx_patch.transport.meeting import Meeting, SequenceParallelismError
 

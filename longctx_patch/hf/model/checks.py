@@ -16,6 +16,7 @@ from longctx_patch.hf.model.facts import (
     text_config,
 )
 from longctx_patch.hf.model.family import IMAGES, RECURRENT, SINKS, SOFTCAP, Family
+from longctx_patch.hf.model.rope_facts import follows_length, ropes_of
 from longctx_patch.hf.model.supported import FAMILIES, TABLE, refusal_of
 
 if TYPE_CHECKING:
@@ -206,21 +207,14 @@ def _noise_reason(drawn: str) -> str:
 
 
 def _rope(family: Family, model_config: Any, config: "LongContextConfig") -> str | None:
-    rope = getattr(model_config, "rope_parameters", None) or {}
-    per_layer = [rope] if "rope_type" in rope else [r for r in rope.values() if isinstance(r, dict)]
-    types = {str(r.get("rope_type")) for r in per_layer}
-    moving = sorted(types & {"dynamic", "longrope"})
+    moving = sorted({r["rope_type"] for r in ropes_of(model_config) if follows_length(r)})
     if not moving or config.sequence_degree == 1:
         return None
-    fix = (
-        "Freeze them at your length: --rope dynamic, which is "
-        "longctx_patch.scale_rope(config, kind='dynamic', target_length=...)."
-        if moving == ["dynamic"]
-        else "Use a model with another type, or one process."
-    )
     return (
         f"rope_type {', '.join(map(repr, moving))}: transformers takes its frequencies from the "
-        f"largest position that a process sees, so ranks would rotate by different angles. {fix}"
+        "largest position that a process sees, so ranks would rotate by different angles. Freeze "
+        f"them at your length: --rope {moving[0]}, which is longctx_patch.scale_rope(config, "
+        f"kind={moving[0]!r}, target_length=...)."
     )
 
 

@@ -1,27 +1,74 @@
 """RoPE scaling for long contexts, written into a copy of a transformers config.
 
 Every kind of scaling becomes a fixed set of frequencies. That matters for sequence parallelism:
-transformers' own "dynamic" type recomputes its frequencies in each forward from the largest
-position that the process sees (`modeling_rope_utils.dynamic_rope_update`: `seq_len =
+transformers' own "dynamic" and "longrope" types choose their frequencies in each forward from the
+largest position that the process sees (`modeling_rope_utils.dynamic_rope_update`: `seq_len =
 position_ids.max() + 1`), so ranks holding different parts of one sequence would rotate by different
 angles, silently. `scale_rope` therefore freezes "dynamic" at the target length, where it is an
-ordinary RoPE with a larger base.
+ordinary RoPE with a larger base, and gives "longrope" its long factors at every length.
+
+What is written is what transformers 5 and vLLM (`rotary_embedding/__init__.py`) both read: entries
+of `rope_parameters` by transformers' names, without `type`, and without an attention factor of
+YaRN's, which vLLM computes by itself.
 """
 
 import copy
-from typing import TYPE_CHECKING, Any, Literal, get_args
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, get_args
 
-from longctx_patch.hf.model.facts import ModelFacts, text_config
+from longctx_patch.hf.model.facts import ModelFacts
+from longctx_patch.hf.model.rope_facts import (
+    KEPT,
+    STRETCHED,
+    RopeKind,
+    check_kind,
+    declared_length,
+    describe_rope,
+    full_attention_rope,
+    reach_problem,
+    reachable_length,
+    ropes_of,
+)
 from longctx_patch.rules.names import require_choice
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-RopeKind = Literal["none", "linear", "dynamic", "yarn"]
-WITHOUT_POSITIONS = frozenset({"kimi_linear", "nemotron_h"})
-"""Model types whose attention sees no positions, since their recurrent layers do."""
-LONGROPE_ALONE = frozenset({"phi3", "phimoe"})
-"""Model types whose config transformers reads with no scaling but longrope, or not at all."""
+
+@dataclass(frozen=True, kw_only=True)
+class _Wanted:
+    """What a kind of scaling is made of."""
+
+    rope: dict[str, Any]
+    """The RoPE to scale, without the scaling that is replaced."""
+    original: int
+    """The length, in tokens, that it reaches."""
+    target: int
+    factor: float | None = None
+    theta: float | None = None
+    factors: Sequence[float] | None = None
+    exponent: float
+    """The power of a stretch that the base takes for the slowest wave to be stretched so far."""
+    num_frequencies: int
+
+    @property
+    def ratio(self) -> float:
+        return float(self.factor or self.target / self.original)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of scaling."""
+
+    write: Callable[[_Wanted], dict[str, Any]]
+    """Gives the entries of `rope_parameters` that make or replace those of the RoPE."""
+    takes: str
+    """The argument that decides how much it scales."""
+    own: tuple[str, ...] = ()
+    """Entries that stay if the model's RoPE is of this kind already."""
 
 
 def scale_rope(
@@ -30,247 +77,259 @@ def scale_rope(
     kind: RopeKind,
     target_length: int,
     factor: float | None = None,
+    theta: float | None = None,
+    factors: Sequence[float] | None = None,
 ) -> "PreTrainedConfig":
     """Return a copy of `model_config` whose RoPE reaches `target_length`; the given one is kept.
 
-    With M the model's present length (`max_position_embeddings`) and L the target:
+    With M the model's present length (`max_position_embeddings`), L the target and d the rotary
+    dim:
 
-    * `linear`: all frequencies divided by `factor` (default L / M).
+    * `theta`: a larger base, `theta`. By default it is the larger of two: twice the NTK-aware base,
+      `2 * rope_theta * (L / M) ** (d / (d - 2))`, which is what ProLong took for 64K
+      (https://arxiv.org/abs/2410.02660), and the least base of L tokens, `0.0424 * L ** 1.628`
+      (https://arxiv.org/abs/2405.14591, figure 1); rounded up to two digits.
     * `yarn`: `factor` (default L / M) with `original_max_position_embeddings` M
-      (https://huggingface.co/papers/2309.00071).
+      (https://arxiv.org/abs/2309.00071).
+    * `llama3`: the same of Llama 3.1's scaling, with its low and high frequency factors 1 and 4.
+    * `longrope`: each frequency divided by its own of `factors`, d / 2 numbers that a search found
+      (https://arxiv.org/abs/2402.13753), at every length. A model whose RoPE is of that type
+      already keeps its long factors up to the length that they are for.
+    * `linear`: all frequencies divided by `factor` (default L / M).
     * `dynamic`: transformers' dynamic NTK at length L with `factor` f (default 1), frozen: default
-      RoPE with `rope_theta * (f * L / M - (f - 1)) ** (d / (d - 2))`, d being the rotary dim.
-      f = 1 stretches the slowest wave by exactly L / M.
-      A model whose RoPE is of that type already is frozen at L, or at M if that is longer, with
-      the factor it has.
+      RoPE with `rope_theta * (f * L / M - (f - 1)) ** (d / (d - 2))`. f = 1 stretches the slowest
+      wave by exactly L / M. A model whose RoPE is of that type already is frozen at L, or at M if
+      that is longer, with the factor it has.
     * `none`: nothing changes; L must be within what the model has. Models whose
       attention sees no positions (Nemotron-H, Kimi Linear) have no such limit.
 
-    `max_position_embeddings` becomes L (or `factor * M` where a larger factor was asked for).
-    A config that already carries this kind and reaches L comes back unchanged.
+    RoPE per layer type is scaled in full attention, and stays as it is in layers with a window. The
+    scaling that a model has already is replaced, M being the length from before it; `linear` and
+    `theta` go on from a linear one. `max_position_embeddings` becomes L (or `factor * M` where a
+    larger factor was asked for). A config that already carries this kind and reaches L comes back
+    unchanged.
 
-    Raises ValueError for a model without RoPE, RoPE per layer type that would be scaled, RoPE
-    already scaled by another kind, a target that needs scaling (`none`) or does not (the others),
-    a kind that no config of the model's type may have, or too small a factor.
+    Raises ValueError for a model without RoPE in full attention, a target that needs scaling
+    (`none`) or does not (the others), a kind that the config's readers can't have or would compute
+    otherwise, an argument of another kind, too small a factor, or a base below the present one.
 
     >>> from transformers import LlamaConfig
     >>> scale_rope(LlamaConfig(), kind="yarn", target_length=8192).rope_parameters["factor"]
     4.0
+    >>> scale_rope(LlamaConfig(), kind="theta", target_length=65536).rope_parameters["rope_theta"]
+    3000000.0
     """
-    _check_arguments(kind, target_length, factor)
-    if kind == "none" and reachable_length(model_config) is None:
-        return _without_positions(model_config, target_length)
-    rope = _current_rope(model_config, kind)
-    if kind == "none" and rope["rope_type"] == "dynamic":
+    _check_arguments(kind, target_length, factor, theta, factors)
+    if kind == "none":
+        return _as_it_is(model_config, target_length)
+    _, rope = full_attention_rope(model_config)
+    reach, is_same = declared_length(model_config), kind == rope["rope_type"]
+    if is_same and kind == "longrope" and target_length <= reach and factors is None:
+        return _with_rope(model_config, rope | _long_only(rope), reach)
+    is_frozen_now = is_same and kind == "dynamic"
+    if reachable_length(model_config) is None and not is_frozen_now:
+        raise ValueError(
+            f"rope kind {kind!r} with model type {model_config.model_type!r}: it reaches any "
+            "length, since its attention sees no positions or no farther than its windows. Use "
+            "rope kind 'none': leave --rope out."
+        )
+    if target_length <= reach and not is_frozen_now:
+        asked = {"factor": factor, "long_factor": factors}
+        _refuse_unneeded(rope, kind, f"{target_length} tokens", reach, asked)
+        return copy.deepcopy(model_config)
+    check_kind(model_config, rope, kind)
+    wanted = _wanted(model_config, rope, target_length)
+    wanted = replace(wanted, factor=factor, theta=theta, factors=factors)
+    length = max(target_length, wanted.original)
+    if kind == "dynamic":
+        wanted = replace(wanted, factor=factor or (rope["factor"] if is_frozen_now else 1.0))
+    elif factor is not None:
+        length = max(length, round(_checked_factor(wanted) * wanted.original))
+    own = {name: rope[name] for name in _KINDS[kind].own if is_same and name in rope}
+    return _with_rope(model_config, wanted.rope | _KINDS[kind].write(wanted) | own, length)
+
+
+def chosen_theta(config: "PreTrainedConfig", target_length: int) -> tuple[float, str]:
+    """The base that kind `theta` takes for a length, and why it is this one."""
+    return _theta_of(_wanted(config, full_attention_rope(config)[1], target_length))
+
+
+def _check_arguments(
+    kind: str,
+    target_length: int,
+    factor: float | None,
+    theta: float | None,
+    factors: Sequence[float] | None,
+) -> None:
+    require_choice("kind", kind, get_args(RopeKind))
+    if target_length < 1:
+        raise ValueError(f"target_length={target_length}: a length in tokens, 1 or more.")
+    given = {"factor": factor, "theta": theta, "factors": factors}
+    for name, value in given.items():
+        kinds = [other for other, facts in _KINDS.items() if facts.takes == name]
+        if value is not None and kind not in kinds:
+            raise ValueError(
+                f"rope {name} {value} with rope kind {kind!r}: it belongs to {' or '.join(kinds)}. "
+                f"Choose that kind, or leave the {name} out."
+            )
+    if factor is not None and not 1 <= factor < math.inf:
+        raise ValueError(
+            f"rope factor {factor}: scaling stretches positions, so it must be 1 or more."
+        )
+    if factors is not None and not all(0 < number < math.inf for number in factors):
+        raise ValueError("rope factors: each divides a frequency, and is a number above 0.")
+
+
+def _as_it_is(model_config: "PreTrainedConfig", target_length: int) -> "PreTrainedConfig":
+    """The config as it is, which has to reach the length; where attention sees no positions, only
+    a stated length is in the way."""
+    found = copy.deepcopy(model_config)
+    if reachable_length(model_config) is None:
+        if stated := getattr(model_config, "max_position_embeddings", None):
+            found.max_position_embeddings = max(stated, target_length)
+        return found
+    if any(rope["rope_type"] == "dynamic" for rope in ropes_of(model_config)):
         raise ValueError(
             "the model's RoPE is of type 'dynamic': its frequencies depend on the largest position "
             "that each process sees, so ranks would disagree. Use rope kind 'dynamic' (--rope "
             "dynamic), which freezes it at the target length."
         )
-    if kind == rope["rope_type"] == "dynamic":
-        return _frozen_dynamic(model_config, rope, target_length, factor or rope["factor"])
-    if target_length <= _declared_length(model_config):
-        _refuse_unneeded(model_config, rope, kind, target_length)
-        return copy.deepcopy(model_config)
-    _refuse_unreachable(model_config, rope, kind, target_length, factor)
-    if kind == "dynamic":
-        return _frozen_dynamic(model_config, rope, target_length, factor or 1.0)
-    if model_config.model_type in LONGROPE_ALONE:
-        raise ValueError(
-            f"rope kind {kind!r} with model type {model_config.model_type!r}: transformers reads "
-            "no scaling in its config but longrope, so nobody could load what is written. Use kind "
-            "'dynamic' (--rope dynamic)."
-        )
-    scaled = copy.deepcopy(model_config)
-    original_length = model_config.max_position_embeddings
-    needed = target_length / original_length
-    used = float(factor or needed)
-    scaled.rope_parameters = {**rope, "rope_type": kind, "factor": used}
-    if kind == "yarn":
-        scaled.rope_parameters["original_max_position_embeddings"] = original_length
-    scaled.max_position_embeddings = max(target_length, round(used * original_length))
-    return scaled
-
-
-def _without_positions(model_config: "PreTrainedConfig", target_length: int) -> "PreTrainedConfig":
-    """A config that reaches any length, so that only a stated one is in the way."""
-    found = copy.deepcopy(model_config)
-    stated = getattr(model_config, "max_position_embeddings", None)
-    if stated:
-        found.max_position_embeddings = max(stated, target_length)
+    if problem := reach_problem(model_config, target_length):
+        raise ValueError(problem)
     return found
 
 
-def reachable_length(model_config: "PreTrainedConfig") -> int | None:
-    """The longest document, in tokens, that the config declares, its own scaling included.
-
-    None: any. That is so where attention sees no positions, and where every layer has a window or
-    chunks: rotations depend on distances alone, which then stay below it.
-    """
-    config = text_config(model_config)
-    # Granite 4's says "nope" where its attention layers see no positions.
-    is_blind = getattr(config, "position_embedding_type", "rope") != "rope"
-    if is_blind or config.model_type in WITHOUT_POSITIONS:
-        return None
-    if not getattr(config, "rope_parameters", None):
-        return getattr(config, "max_position_embeddings", None)
-    if all(reach.is_local for reach in ModelFacts.of(config).reaches):
-        return None
-    return _declared_length(config)
-
-
-def reach_problem(model_config: "PreTrainedConfig", num_tokens: int) -> str | None:
-    """Why a document of `num_tokens` is beyond the model's reach, and what to type."""
-    stated = getattr(model_config, "max_position_embeddings", None)
-    if stated and num_tokens <= stated:  # without a look at all layers
-        return None
-    reach = reachable_length(model_config)
-    if reach is None or num_tokens <= reach:
-        return None
-    allow = (
-        "allow_beyond_reach (LongContextConfig(allow_beyond_reach=True), --allow-beyond-reach) if "
-        "the model is fine with longer ones"
-    )
-    config = text_config(model_config)
-    rope = _current_rope(config, "none")
-    if rope["rope_type"] != "default":
-        return (
-            f"the model's RoPE is already scaled (rope_type {rope['rope_type']!r}, reaching "
-            f"{reach} tokens) and {num_tokens} are wanted: scaling twice is not defined. Start "
-            "from the unscaled model, take a shorter sequence, or decide what replaces the scaling "
-            f"and write it into its config.json: max_position_embeddings {num_tokens} "
-            f"and{_instead(rope, num_tokens)}. Or set {allow}."
-        )
-    return (
-        f"{num_tokens} tokens, but the model reaches {reach} (max_position_embeddings). "
-        "Scale its RoPE: --rope yarn (or linear or dynamic); in Python before the model is loaded, "
-        "config = longctx_patch.scale_rope(AutoConfig.from_pretrained(NAME), kind='yarn', "
-        f"target_length={num_tokens}) and from_pretrained(NAME, config=config). Or take shorter "
-        f"documents, or set {allow}."
-    )
-
-
-def _declared_length(config: "PreTrainedConfig") -> int:
-    """The longest of what the config states and of what its kinds of scaling reach."""
-    stated, rope = int(config.max_position_embeddings), config.rope_parameters
-    kinds = [rope] if "rope_type" in rope else [kind for kind in rope.values() if kind]
-    return max(stated, *(_scaled_length(stated, kind) for kind in kinds))
-
-
-def _scaled_length(stated: int, rope: dict[str, Any]) -> int:
-    """What a kind of scaling makes of the length before it, where that may be the stated one.
-
-    Published YaRN configs (Qwen2.5, say) keep `max_position_embeddings` at it, and dynamic scaling
-    is defined by that. Configs with the scaling of Llama 3 state what the model was trained for,
-    which may be less than the factor reaches.
-    """
-    original = rope.get("original_max_position_embeddings") or stated
-    reaches = ("yarn", "dynamic", *(("llama3",) if original >= stated else ()))
-    return int(original * (rope.get("factor") or 1)) if rope["rope_type"] in reaches else stated
-
-
-def _check_arguments(kind: str, target_length: int, factor: float | None) -> None:
-    require_choice("kind", kind, get_args(RopeKind))
-    if target_length < 1:
-        raise ValueError(f"target_length={target_length}: a length in tokens, 1 or more.")
-    if factor is None:
-        return
-    if kind == "none":
-        raise ValueError(
-            f"rope factor {factor} with rope kind 'none': a factor belongs to a kind of scaling. "
-            "Choose linear, dynamic or yarn, or leave the factor out."
-        )
-    if factor < 1:
-        raise ValueError(
-            f"rope factor {factor}: scaling stretches positions, so it must be 1 or more."
-        )
-
-
-def _current_rope(model_config: "PreTrainedConfig", kind: str) -> dict[str, Any]:
-    """RoPE of all layers; where kinds of layers differ and `kind` is `none`, that of one kind."""
-    rope = getattr(model_config, "rope_parameters", None)
-    length = getattr(model_config, "max_position_embeddings", None)
-    if not rope or not length:
-        raise ValueError(
-            f"model type {model_config.model_type!r} declares no rope_parameters or no "
-            "max_position_embeddings: only models with rotary embeddings can be scaled."
-        )
-    if "rope_type" not in rope and kind == "none":
-        per_layer = [r for r in rope.values() if isinstance(r, dict)]
-        order = ("dynamic", "yarn", "linear")
-        return next(
-            (r for kind in order for r in per_layer if r["rope_type"] == kind), per_layer[0]
-        )
-    if "rope_type" not in rope:
-        raise ValueError(
-            f"model type {model_config.model_type!r} has RoPE per layer type "
-            f"({', '.join(rope)}): scaling those is not supported. Use rope kind 'none'."
-        )
-    return dict(rope)
-
-
 def _refuse_unneeded(
-    model_config: "PreTrainedConfig", rope: dict[str, Any], kind: str, target_length: int
+    rope: dict[str, Any], kind: str, wanted: str, reach: int, asked: Mapping[str, Any]
 ) -> None:
-    if kind not in ("none", rope["rope_type"]) or rope["rope_type"] == "dynamic":
-        raise ValueError(
-            f"rope kind {kind!r} for {target_length} tokens: the model already reaches "
-            f"{_declared_length(model_config)} (rope_type {rope['rope_type']!r}). "
-            "Use rope kind 'none': leave --rope out."
-        )
-
-
-def _refuse_unreachable(
-    model_config: "PreTrainedConfig",
-    rope: dict[str, Any],
-    kind: str,
-    target_length: int,
-    factor: float | None,
-) -> None:
-    reach = _declared_length(model_config)
-    problem = reach_problem(model_config, target_length)
-    if problem and (kind == "none" or rope["rope_type"] != "default"):
-        raise ValueError(problem)
-    if kind != "dynamic" and factor is not None and factor * reach < target_length:
-        raise ValueError(
-            f"rope factor {factor} times {reach} tokens is {factor * reach:g}, less than the "
-            f"{target_length} wanted. Use {target_length / reach:g} or more, or leave it out."
-        )
-
-
-def _instead(rope: dict[str, Any], target_length: int) -> str:
-    """YaRN from the length before scaling, where the config says that length."""
-    original = rope.get("original_max_position_embeddings")
-    if not original:
-        return " rope_parameters"
-    factor = target_length / original
-    return (
-        f", for YaRN from its original {original} tokens, rope_parameters with rope_type yarn, "
-        f"rope_theta {rope['rope_theta']:g}, factor {factor:g} and "
-        f"original_max_position_embeddings {original}{_others(rope)}"
+    """Refuse scaling to a length that is reached, unless it is the scaling that is there."""
+    if kind == rope["rope_type"] and all(v in (None, rope.get(n)) for n, v in asked.items()):
+        return
+    raise ValueError(
+        f"rope kind {kind!r} for {wanted}: the model already reaches {reach} "
+        f"({describe_rope(rope, reach)}). Use rope kind 'none' (leave --rope out), or aim at a "
+        "longer context (--context)."
     )
 
 
-def _others(rope: dict[str, Any]) -> str:
-    """What else a scaled RoPE says, such as Ministral 3's temperature by position."""
-    named = ("rope_type", "rope_theta", "factor", "original_max_position_embeddings")
-    kept = [name for name in rope if name not in named]
-    return f" ({', '.join(kept)} as they are)" if kept and rope["rope_type"] == "yarn" else ""
-
-
-def _frozen_dynamic(
-    model_config: "PreTrainedConfig", rope: dict[str, Any], target_length: int, factor: float
-) -> "PreTrainedConfig":
-    """Default RoPE with the base that transformers' dynamic NTK has at `target_length`."""
-    scaled = copy.deepcopy(model_config)
-    original_length = model_config.max_position_embeddings
-    length = max(target_length, original_length)
-    dim = int(ModelFacts.of(model_config).rotary_dim * rope.get("partial_rotary_factor", 1.0))
+def _wanted(config: "PreTrainedConfig", rope: dict[str, Any], target_length: int) -> _Wanted:
+    is_stretched = rope["rope_type"] in STRETCHED
+    base = {name: value for name, value in rope.items() if name in KEPT}
+    if is_stretched:
+        base |= {"factor": rope["factor"]} if "factor" in rope else {}
+    else:
+        base["rope_type"] = "default"
+    original = None if is_stretched else rope.get("original_max_position_embeddings")
+    head_dim, share = ModelFacts.of(config).rotary_dim, rope.get("partial_rotary_factor", 1.0)
+    dim = int(head_dim * share)
     if dim <= 2:
-        raise ValueError(f"rope kind 'dynamic' needs a rotary dim above 2, this model has {dim}.")
-    stretch = factor * length / original_length - (factor - 1)
-    base = rope["rope_theta"] * stretch ** (dim / (dim - 2))
-    kept = {name: value for name, value in rope.items() if name != "factor"}
-    scaled.rope_parameters = {**kept, "rope_type": "default", "rope_theta": base}
+        raise ValueError(f"scaling needs a rotary dim above 2, this model has {dim}.")
+    # Of type proportional, waves are as far apart as if all of the head's were there.
+    is_proportional = rope["rope_type"] == "proportional"
+    return _Wanted(
+        rope=base,
+        original=int(original or config.max_position_embeddings),
+        target=target_length,
+        exponent=(head_dim if is_proportional else dim) / (dim - 2),
+        num_frequencies=-(-dim // 2),
+    )
+
+
+def _checked_factor(wanted: _Wanted) -> float:
+    reached = wanted.ratio * wanted.original
+    if reached < wanted.target:
+        raise ValueError(
+            f"rope factor {wanted.factor} times {wanted.original} tokens is {reached:g}, less than "
+            f"the {wanted.target} wanted. Use {wanted.target / wanted.original:g} or more, or "
+            "leave it out."
+        )
+    return wanted.ratio
+
+
+def _with_rope(config: "PreTrainedConfig", rope: dict[str, Any], length: int) -> "PreTrainedConfig":
+    layer_type, _ = full_attention_rope(config)
+    scaled = copy.deepcopy(config)
+    scaled.rope_parameters = {**config.rope_parameters, layer_type: rope} if layer_type else rope
     scaled.max_position_embeddings = length
+    original = rope.get("original_max_position_embeddings")
+    if original and hasattr(config, "original_max_position_embeddings"):
+        scaled.original_max_position_embeddings = original  # which transformers prefers
     return scaled
+
+
+def _theta(wanted: _Wanted) -> dict[str, Any]:
+    present, theta = wanted.rope["rope_theta"], wanted.theta
+    if theta is None:
+        return {"rope_theta": _theta_of(wanted)[0]}
+    if not present < theta < math.inf:
+        raise ValueError(
+            f"rope theta {theta:g}: the model has {present:g}, and longer contexts need a larger "
+            f"base. Leave it out for {_theta_of(wanted)[0]:g}."
+        )
+    return {"rope_theta": float(theta)}
+
+
+def _theta_of(wanted: _Wanted) -> tuple[float, str]:
+    stretch = wanted.target / wanted.original
+    twice = 2 * wanted.rope["rope_theta"] * stretch**wanted.exponent
+    least = 0.0424 * wanted.target**1.628
+    why = "twice the NTK-aware base, as ProLong took (arXiv 2410.02660)"
+    if least > twice:
+        why = f"the least base of {wanted.target} tokens (arXiv 2405.14591)"
+    unit = 10.0 ** (math.floor(math.log10(max(least, twice))) - 1)
+    return math.ceil(max(least, twice) / unit) * unit, why
+
+
+def _yarn(wanted: _Wanted) -> dict[str, Any]:
+    original = wanted.original
+    scaling = {"factor": wanted.ratio, "original_max_position_embeddings": original}
+    return {"rope_type": "yarn", **scaling}
+
+
+def _llama3(wanted: _Wanted) -> dict[str, Any]:
+    waves = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    return _yarn(wanted) | {"rope_type": "llama3", **waves}
+
+
+def _longrope(wanted: _Wanted) -> dict[str, Any]:
+    found = [float(number) for number in wanted.factors or ()]
+    if len(found) != wanted.num_frequencies:
+        raise ValueError(
+            f"rope kind 'longrope' with {len(found)} factors: it divides each of the model's "
+            f"{wanted.num_frequencies} frequencies by its own, which a search finds for the model "
+            f"and the length. Give a JSON list of {wanted.num_frequencies} numbers (--rope-factors "
+            "FILE, factors=[...]), such as a published long_factor; or use --rope yarn or theta."
+        )
+    scaling = {"long_factor": found, "short_factor": [*found]}
+    return _yarn(wanted) | {"rope_type": "longrope", **scaling}
+
+
+def _long_only(rope: dict[str, Any]) -> dict[str, Any]:
+    """The long factors of a published RoPE at every length, with the scale of attention there."""
+    names = {"short_factor": "long_factor", "short_mscale": "long_mscale"}
+    return {short: rope[long] for short, long in names.items() if long in rope}
+
+
+def _linear(wanted: _Wanted) -> dict[str, Any]:
+    return {"rope_type": "linear", "factor": wanted.rope.get("factor", 1.0) * wanted.ratio}
+
+
+def _dynamic(wanted: _Wanted) -> dict[str, Any]:
+    """The base that transformers' dynamic NTK has at the length."""
+    length, factor = max(wanted.target, wanted.original), wanted.ratio
+    stretch = factor * length / wanted.original - (factor - 1)
+    return {"rope_theta": wanted.rope["rope_theta"] * stretch**wanted.exponent}
+
+
+_KINDS: Mapping[str, _Kind] = MappingProxyType(
+    {
+        "theta": _Kind(_theta, "theta"),
+        "yarn": _Kind(
+            _yarn, "factor", ("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim")
+        ),
+        "llama3": _Kind(_llama3, "factor", ("low_freq_factor", "high_freq_factor")),
+        "longrope": _Kind(_longrope, "factors"),
+        "linear": _Kind(_linear, "factor"),
+        "dynamic": _Kind(_dynamic, "factor"),
+    }
+)
