@@ -57,6 +57,7 @@ if TYPE_CHECKING:
         TrainerParallelism,
         trainer_parallelism,
     )
+    from longctx_patch.trainer.context_scores import ContextEvaluationCallback
     from longctx_patch.transport import run_virtual_ranks
     from longctx_patch.transport.meeting import SequenceParallelismError
     from longctx_patch.verification import (
@@ -107,6 +108,7 @@ _NAMES_IN = {
         "TrainerParallelism",
         "trainer_parallelism",
     ),
+    "trainer.context_scores": ("ContextEvaluationCallback",),
     "transport": ("run_virtual_ranks",),
     "transport.meeting": ("SequenceParallelismError",),
     "verification": ("all_configs", "run_processes", "verify", "verify_on_virtual_ranks"),
@@ -116,6 +118,7 @@ _HOME = {name: module for module, names in _NAMES_IN.items() for name in names}
 __all__ = [
     "BadStepError",
     "ContextEvaluation",
+    "ContextEvaluationCallback",
     "ContextScores",
     "Documents",
     "DriftError",

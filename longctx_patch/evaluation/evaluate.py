@@ -1,9 +1,11 @@
 """One call that shows whether a patched model uses a long context, in any loop."""
 
 import time
+from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
+from statistics import fmean
 from typing import Any, TypeVar, cast
 
 import torch
@@ -17,10 +19,16 @@ from longctx_patch.evaluation.positions import (
     loss_by_position,
 )
 from longctx_patch.evaluation.rows import LabelScores, RowScorer, batch_of
-from longctx_patch.evaluation.scores import ContextScores, in_k
+from longctx_patch.evaluation.scores import Cell, ContextScores, TaskScores, in_k
+from longctx_patch.evaluation.scoring import sample_problems, score_samples
+from longctx_patch.evaluation.tasks.make import haystacks, make_samples
+from longctx_patch.evaluation.tasks.sample import Sample
+from longctx_patch.evaluation.tasks.sources import Sources
 from longctx_patch.health.agreement import require_agreement
+from longctx_patch.health.watchdog import Watchdog
+from longctx_patch.hf.call.vocabulary import vocabulary_problem
 from longctx_patch.hf.handle import PatchHandle
-from longctx_patch.hf.model.rope import reach_problem
+from longctx_patch.hf.model.rope_facts import reach_problem
 from longctx_patch.plugin.together import of_all_ranks, own_rank, refuse_together
 
 Text = str | Sequence[int]
@@ -43,9 +51,11 @@ class ContextEvaluation:
     """Whether LongPPL of the texts is computed, which takes 5 more tokens for each of theirs, in
     rows of 5,120."""
     tasks: tuple[str, ...] = ()
-    """Names of tasks."""
-    depths: tuple[float, ...] = (0.05, 0.25, 0.5, 0.75, 0.95)
-    """Where tasks with one needle hide it, from 0 to 1."""
+    """Names of tasks: `passkey`, and RULER's."""
+    sources: Sources = field(default_factory=Sources)
+    """Files that tasks are made of."""
+    depths: tuple[float, ...] | None = None
+    """Where tasks with one needle hide it, from 0 to 1; None: as each task does by itself."""
     samples: int = 10
     """Of each task, length and depth."""
     seed: int = 42
@@ -63,11 +73,6 @@ class ContextEvaluation:
             yield f"lengths={self.lengths}: give one or more, of 2 tokens or more each."
         if not self.texts and not self.tasks:
             yield "there is nothing to evaluate: give texts or tasks."
-        if self.samples < 1 or not all(0 <= depth <= 1 for depth in self.depths):
-            yield (
-                f"samples={self.samples}, depths={self.depths}: give 1 sample or more, and depths "
-                "from 0 to 1."
-            )
         if self.edges and (problem := edge_problem(self.edges)):
             yield problem
         if self.longppl and (not self.texts or self.reach <= CONTEXT):
@@ -85,6 +90,7 @@ def evaluate_context(
     *,
     model: nn.Module | None = None,
     key_handle: PatchHandle | None = None,
+    watchdog: Watchdog | None = None,
     say: Callable[[str], None] = print,
 ) -> ContextScores:
     """Evaluate a patched model at any length, over the ranks that it is patched for.
@@ -102,6 +108,7 @@ def evaluate_context(
             around PEFT, or a compiled one. None: the patched model itself.
         key_handle: of the model that finds LongPPL's key tokens, with the same tokenizer. None: the
             model itself.
+        watchdog: that of the training around this, which is told of each batch.
         say: gets a line for each part, on the first rank.
 
     Raises:
@@ -113,40 +120,76 @@ def evaluate_context(
         >>> asked = ContextEvaluation(lengths=(8192, 65536), tasks=("passkey",))
         >>> print(evaluate_context(handle, tokenizer, asked))  # doctest: +SKIP
     """
-    return PreparedEvaluation(handle, tokenizer, asked).run(model, key_handle, say)
+    prepared = PreparedEvaluation(handle, tokenizer, asked, key_handle)
+    return prepared.run(model, watchdog=watchdog, say=say)
 
 
 class PreparedEvaluation:
     """What is asked, checked and made into rows, to be run at several times of a training."""
 
-    def __init__(self, handle: PatchHandle, tokenizer: Any, asked: ContextEvaluation) -> None:
+    def __init__(
+        self,
+        handle: PatchHandle,
+        tokenizer: Any,
+        asked: ContextEvaluation,
+        key_handle: PatchHandle | None = None,
+    ) -> None:
         """Collective over the world; raises as `evaluate_context` does before it computes."""
         require_agreement(_facts(asked), "what to evaluate")
-        refuse_together(_problems(handle, asked))
-        self._handle, self._asked = handle, asked
-        self._texts = _on_all_ranks(lambda: _long_texts(tokenizer, asked))
+        self._handle, self._asked, self._key_handle = handle, asked, key_handle
+        for each in filter(None, (handle, key_handle)):
+            refuse_together(_problems(each, asked))
+        self._texts, self._samples, self._haystacks = _on_all_ranks(
+            lambda: (
+                _long_texts(tokenizer, asked),
+                _samples(tokenizer, asked),
+                haystacks(asked.tasks, asked.sources),
+            )
+        )
+        for each in filter(None, (handle, key_handle)):
+            refuse_together(filter(None, [vocabulary_problem(each.model, *self._ids())]))
+
+    def _ids(self) -> tuple[int, int]:
+        """The least and the greatest token id of all rows."""
+        found = [int(edge) for text in self._texts for edge in text.aminmax()]
+        for samples in self._samples.values():
+            for sample in samples:
+                ways = [sample.answers, sample.others, *sample.spellings]
+                rows = [sample.prompt, *(part for way in ways for part in way)]
+                found += [edge(row) for row in rows for edge in (min, max)]
+        return min(found), max(found)
 
     def run(
         self,
         model: nn.Module | None = None,
-        key_handle: PatchHandle | None = None,
+        *,
+        watchdog: Watchdog | None = None,
         say: Callable[[str], None] = print,
     ) -> ContextScores:
         """The scores of the model as it is now. Collective; arguments as `evaluate_context`'s."""
         started = time.perf_counter()
-        asked, scorer = self._asked, RowScorer(self._handle, model)
+        asked, scorer = self._asked, RowScorer(self._handle, model, watchdog)
         say = say if own_rank() == 0 else _nothing
         losses, ppl = None, None
         if self._texts:
             say(f"losses by position of {len(self._texts)} texts of {in_k(asked.reach)} tokens")
-            keys = scorer if key_handle is None else RowScorer(key_handle)
+            keys = scorer
+            if self._key_handle is not None:
+                keys = RowScorer(self._key_handle, watchdog=watchdog)
             losses, ppl = _of_texts(scorer, self._texts, asked, keys)
+        tasks = {}
+        for name, samples in self._samples.items():
+            say(f"{name}: {len(samples)} samples of {' '.join(map(in_k, asked.lengths))} tokens")
+            scores = score_samples(scorer, samples)
+            tasks[name] = _task_scores(samples, scores, self._haystacks.get(name))
+        if watchdog is not None:
+            watchdog.enter("step")
         return ContextScores(
             label=asked.label,
             lengths=asked.lengths,
             loss_by_position=losses,
             longppl=ppl,
-            tasks={},
+            tasks=tasks,
             seed=asked.seed,
             tokens=scorer.tokens,
             seconds=max(of_all_ranks(round(time.perf_counter() - started, 3))),
@@ -197,6 +240,35 @@ def _long_texts(tokenizer: Any, asked: ContextEvaluation) -> list[Tensor]:
     return found
 
 
+def _samples(tokenizer: Any, asked: ContextEvaluation) -> dict[str, list[Sample]]:
+    """Samples of each task, of all lengths. Their prompts take 4 bytes a token, not 40."""
+    found: dict[str, list[Sample]] = {name: [] for name in asked.tasks}
+    for length in asked.lengths if asked.tasks else ():
+        made = make_samples(
+            asked.tasks, tokenizer, length, asked.samples, asked.seed, asked.depths, asked.sources
+        )
+        for problem in sample_problems(made):
+            raise ValueError(problem)
+        for sample in made:
+            found[sample.task].append(replace(sample, prompt=array("i", sample.prompt)))
+    return found
+
+
+def _task_scores(
+    samples: Sequence[Sample], scores: Sequence[float], haystack: str | None
+) -> TaskScores:
+    """The means of a task's samples by length and depth."""
+    by_cell: dict[tuple[int, float | None], list[float]] = {}
+    for sample, score in zip(samples, scores, strict=True):
+        by_cell.setdefault((sample.length, sample.depth), []).append(score)
+    cells = [
+        Cell(length=length, depth=depth, score=fmean(values), samples=len(values))
+        for (length, depth), values in by_cell.items()
+    ]
+    note = "" if haystack is None else f"haystack: {haystack}"
+    return TaskScores(scoring=samples[0].scoring, cells=tuple(cells), note=note)
+
+
 def _on_all_ranks(make: Callable[[], Made]) -> Made:
     """What `make` returns; what it refuses on one rank is refused on all. Collective."""
     made, problem = None, []
@@ -210,7 +282,7 @@ def _on_all_ranks(make: Callable[[], Made]) -> Made:
 
 def _facts(asked: ContextEvaluation) -> dict[str, Any]:
     """What is asked, with the texts as their number and a digest."""
-    facts = {field.name: getattr(asked, field.name) for field in fields(asked)}
+    facts = {each.name: getattr(asked, each.name) for each in fields(asked)}
     texts = facts.pop("texts")
     digest = blake2b(digest_size=8)
     for text in texts:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from longctx_patch.health.sentinel import computing_device
+from longctx_patch.health.watchdog import Watchdog
 from longctx_patch.hf.handle import PatchHandle, evaluation_mode
 from longctx_patch.loss.law import IGNORE_INDEX
 from longctx_patch.plugin.together import num_ranks, of_all_ranks, own_rank
@@ -38,12 +39,19 @@ class RowScorer:
     Args:
         handle: of the model.
         model: as for `PatchHandle.token_log_probs`.
+        watchdog: is told of each batch.
     """
 
-    def __init__(self, handle: PatchHandle, model: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        handle: PatchHandle,
+        model: nn.Module | None = None,
+        watchdog: Watchdog | None = None,
+    ) -> None:
         self.tokens = 0
         """Of all batches, each counted once for the job."""
         self._handle, self._model = handle, handle.model if model is None else model
+        self._watchdog = watchdog
 
     def over(
         self, batches: Sequence[Batch], keep: Callable[[int, LabelScores], Kept]
@@ -90,6 +98,8 @@ class RowScorer:
         return [everything[number] for number in range(len(batches))]
 
     def _scores(self, batch: Batch) -> LabelScores:
+        if self._watchdog is not None:
+            self._watchdog.enter("evaluate")
         device = computing_device(next(self._model.parameters()).device)
         given = {name: value.to(device) for name, value in batch.items()}
         found = self._handle.label_scores(given, model=self._model)

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from longctx_patch import LongContextConfig, PatchHandle, SequenceParallelismError, patch
+from longctx_patch.hf.handle import evaluation_mode
 from longctx_patch.loss import token_log_probs as tiles
 from tests.harness import run_distributed
 from tests.hf.steps import Step, collated, complaints, over_ranks
@@ -242,6 +243,33 @@ def test_full_logits_never_exist(adapted: bool, monkeypatch: pytest.MonkeyPatch)
     assert most_logits(handle) == 199
     monkeypatch.setattr(tiles, "TILE_BYTES", 20 * 4 * VOCABULARY)
     assert most_logits(handle) == 64, "the transposed weight of the head"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_top1_is_what_greedy_decoding_emits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Labels are the stock model's likeliest words, but for every third one."""
+    monkeypatch.setattr(tiles, "TILE_BYTES", 7 * 4 * VOCABULARY)
+    model = MODELS[name]()[0]
+    wanted = []
+    with torch.no_grad():
+        for ids, _ in DOCUMENTS:
+            top = model(input_ids=ids[None], use_cache=False).logits[0, :-1].argmax(-1)
+            other = (top + (torch.arange(len(top)) % 3 == 0)) % VOCABULARY
+            wanted.append(torch.cat([torch.tensor([-100]), other]))
+    handle = patch(model, LongContextConfig())
+    for batch in BATCHES.values():
+        labels = torch.full_like(batch.given["labels"], -100)
+        for (row, first), values in zip(batch.places, wanted, strict=True):
+            labels[row, first : first + len(values)] = values
+        given = batch.given | {"labels": labels}
+        with evaluation_mode(model):
+            found = handle.label_scores(given, model=model if "adapters" in name else None)
+            alone = handle.token_log_probs(given)
+        assert torch.equal(found["log_probs"], alone)
+        assert found["is_top1"].dtype == torch.bool
+        assert not found["is_top1"][labels[:, 1:] == -100].any()
+        for hits in of_documents(found["is_top1"], batch):
+            assert hits.tolist() == [place % 3 != 0 for place in range(len(hits))]
 
 
 def test_hooks_on_the_head_are_heard() -> None:

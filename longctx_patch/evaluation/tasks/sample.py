@@ -1,5 +1,6 @@
 """One question over a long context, and how its answer is scored."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,7 +25,7 @@ class Sample:
     depth: float | None
     """Where the needle was put, from 0 (the first token) to 1; None where its place was drawn, and
     where there are several."""
-    prompt: tuple[int, ...]
+    prompt: Sequence[int]
     """Token ids up to the answer, its prefix included."""
     answers: tuple[tuple[int, ...], ...]
     """Token ids of what is expected. Forced: the parts of one answer, in their order. A part counts

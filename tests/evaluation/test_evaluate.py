@@ -1,0 +1,173 @@
+"""`evaluate_context`: equal to the stock model's logits over processes, replicas and FSDP2; its
+results as JSON and tables; and what is refused, on all ranks."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
+
+from longctx_patch import (
+    ContextEvaluation,
+    ContextScores,
+    LongContextConfig,
+    compare_scores,
+    evaluate_context,
+    patch,
+)
+from longctx_patch.evaluation.rows import RowScorer
+from longctx_patch.evaluation.scores import in_k
+from longctx_patch.evaluation.scoring import score_samples
+from longctx_patch.recipes.models import byte_tokenizer
+from tests.evaluation.stock import document, stock_log_probs
+from tests.evaluation.test_scoring import MODEL, SAMPLES, expected
+from tests.harness import run_distributed
+from tests.hf.tiny import featured_model
+
+LENGTH, EDGES = 61, (0, 16, 61)
+TEXTS = [document(n, n) for n in (70, 61, 61, 40)]
+ASKED = ContextEvaluation(lengths=(LENGTH,), texts=tuple(map(tuple, TEXTS)), edges=EDGES)
+
+
+def stock_losses(model: Any) -> list[float]:
+    """Over the three texts that are long enough."""
+    logs = torch.stack([stock_log_probs(model, text[:LENGTH]) for text in TEXTS[:3]])
+    return [-float(logs[:, :15].mean()), -float(logs[:, 15:].mean())]
+
+
+def losses_of(scores: ContextScores) -> list[float | None]:
+    assert scores.loss_by_position is not None
+    assert scores.loss_by_position.tokens == (45, 135)
+    return list(scores.loss_by_position.loss)
+
+
+def over_processes(rank: int) -> list[Any]:
+    """Two groups of two ranks: replicas, weights sharded and not, and in the middle of training."""
+    found: list[Any] = []
+    for shards in (False, True):
+        model = featured_model("llama")
+        handle = patch(model, LongContextConfig(ring_degree=2))
+        if shards:
+            for layer in model.model.layers:
+                fully_shard(layer)
+            fully_shard(model)
+        found.append(score_samples(RowScorer(handle), SAMPLES))
+        scores = evaluate_context(handle, None, ASKED)
+        found.append(replace(scores, seconds=0.0).as_json())
+        assert scores.seconds > 0
+        assert model.training
+        if shards:
+            assert all(isinstance(p, DTensor) for p in model.parameters())
+        row = torch.tensor([document(20, 3)])
+        loss = model(input_ids=row, labels=row).loss
+        loss.backward()
+        assert loss.item() == pytest.approx(stock_loss(row), rel=1e-5)
+    differs = replace(ASKED, seed=43) if rank == 1 else ASKED
+    with pytest.raises(ValueError, match=r"disagree about what to evaluate:\n  seed: 42 on ranks"):
+        evaluate_context(handle, None, differs)
+    beyond = ContextEvaluation(lengths=(4096,), texts=(tuple(document(4096, 1)),))
+    with pytest.raises(ValueError, match="4096 tokens, but the model reaches 2048"):
+        evaluate_context(handle, None, beyond)
+    if rank == 3:
+        handle._undo.clear()
+    with pytest.raises(ValueError, match="is not patched any more"):
+        evaluate_context(handle, None, ASKED)
+    return found
+
+
+def stock_loss(row: torch.Tensor) -> float:
+    logits = featured_model("llama")(input_ids=row).logits
+    return float(cross_entropy(logits[0, :-1], row[0, 1:]))
+
+
+def test_over_processes() -> None:
+    by_rank = run_distributed(over_processes, 4)
+    assert by_rank == [by_rank[0]] * 4
+    scores = [expected(sample) for sample in SAMPLES]
+    for samples, evaluated in (by_rank[0][:2], by_rank[0][2:]):
+        assert samples == scores
+        found = ContextScores.from_json(evaluated)
+        assert losses_of(found) == pytest.approx(stock_losses(MODEL), rel=1e-5)
+        assert found.tokens == 3 * LENGTH
+
+
+def test_base_beside_tuned(tmp_path: Path) -> None:
+    """Adapters count as they are switched; the table has both, the files what was found."""
+    torch.manual_seed(0)
+    adapter = LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "down_proj"])
+    model = get_peft_model(featured_model("llama"), adapter)
+    handle = patch(model, LongContextConfig())
+    said: list[str] = []
+    tuned = evaluate_context(handle, None, replace(ASKED, label="tuned"), model=model)
+    with model.disable_adapter():
+        base = evaluate_context(handle, None, replace(ASKED, label="base"), say=said.append)
+    assert said == ["losses by position of 3 texts of 61 tokens"]
+    assert losses_of(base) == pytest.approx(stock_losses(MODEL), rel=1e-5)
+    assert losses_of(tuned) != pytest.approx(losses_of(base), rel=1e-2)
+    lines = compare_scores([base, tuned]).splitlines()
+    assert lines[0].split() == ["loss", "by", "position", "0-16", "16-61"]
+    assert lines[1].split() == ["base", *(f"{loss:.3f}" for loss in losses_of(base))]
+    assert lines[2].startswith("tuned")
+    file = tmp_path / "scores.json"
+    file.write_text(json.dumps(base.as_json(), allow_nan=False))
+    assert ContextScores.read(file) == base
+
+
+def test_tasks_by_length_and_depth() -> None:
+    handle = patch(
+        featured_model("llama", vocab_size=384, max_position_embeddings=512), LongContextConfig()
+    )
+    asked = ContextEvaluation(
+        lengths=(320, 512), tasks=("passkey",), depths=(0.25, 1.0), samples=2, label="random"
+    )
+    scores = evaluate_context(handle, byte_tokenizer(), asked, say=lambda _: None)
+    task = scores.tasks["passkey"]
+    assert task.note == "haystack: noise"
+    cells = [(cell.length, cell.depth, cell.samples) for cell in task.cells]
+    assert cells == [(320, 0.25, 2), (320, 1.0, 2), (512, 0.25, 2), (512, 1.0, 2)]
+    assert scores.tokens == 4 * (320 + 512)
+    assert ContextScores.from_json(json.loads(json.dumps(scores.as_json()))) == scores
+    table = [line.split() for line in str(scores).splitlines() if line]
+    assert table[0] == ["mean", "over", "depths", "random"]
+    assert table[1] == ["passkey", "320", "0", "%"]
+    assert ["depth", "320", "512"] in table
+    assert ["25", "%", "0", "%", "0", "%"] in table
+
+
+ids = tuple(document(30, 1))
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"lengths": ()}, r"lengths=\(\): give one or more"),
+        ({"lengths": (1,)}, r"lengths=\(1,\)"),
+        ({"texts": ()}, "nothing to evaluate: give texts or tasks"),
+        ({"edges": (0, 9, 9)}, r"edges=\(0, 9, 9\)"),
+        ({"lengths": (31,)}, "no text has 31 tokens: the longest of 1 has 30"),
+        ({"longppl": True}, "after 4096 tokens. Give texts and a greater length"),
+        ({"texts": ((97, *ids),)}, "embedding has 97 rows. Check the tokenizer"),
+        ({"tasks": ("needle",)}, "needle"),
+    ],
+)
+def test_what_is_asked_wrongly(changed: dict[str, Any], says: str) -> None:
+    handle = patch(featured_model("llama"), LongContextConfig())
+    asked = ContextEvaluation(**{"lengths": (30,), "texts": (ids,)} | changed)
+    with pytest.raises(ValueError, match=says):
+        evaluate_context(handle, byte_tokenizer(), asked)
+
+
+def test_json_of_another_version(tmp_path: Path) -> None:
+    wrong: list[Any] = [{"format": 0}, [], {"format": 1, "label": "x"}]
+    for found in wrong:
+        file = tmp_path / "scores.json"
+        file.write_text(json.dumps(found))
+        with pytest.raises(ValueError, match=r"scores.json: (these are no|scores with a part)"):
+            ContextScores.read(file)
+    assert [in_k(n) for n in (0, 999, 8192, 3 * 2**20)] == ["0", "999", "8K", "3M"]
