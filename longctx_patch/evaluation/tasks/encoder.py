@@ -63,12 +63,13 @@ class Encoder:
             before, start = whole, text
         found = []
         for part in parts:
+            wanted = (self.decode(before) + part).lower()
             joined = self._tokenize(start + part)
-            if joined[: len(before)] != before:
-                joined = before + self._tokenize(part)
-            if self.decode(joined) != self.decode(before) + part:
-                joined = before + self._tokenize(part.lstrip())
-            if self.decode(joined).lower() != (self.decode(before) + part).lower():
+            ways = (joined, before + self._tokenize(part), before + self._tokenize(part.lstrip()))
+            for joined in ways:
+                if joined[: len(before)] == before and self.decode(joined).lower() == wanted:
+                    break
+            else:
                 raise ValueError(
                     f"{task}: the tokenizer joins the prompt and the answer {part!r}, or does not "
                     "give it back, so it can't be scored token by token."

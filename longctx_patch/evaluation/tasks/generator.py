@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from longctx_patch.evaluation.tasks.sources import Sources
 
-NUM_TRIES = 30
+NUM_TRIES = 100
 """Draws of the smallest haystack, each with other words, before a length counts as too small."""
 
 

@@ -1,15 +1,18 @@
 """RULER's tasks have the texts of its definition, written down here a second time."""
 
+import json
 import math
 import random
 import string
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from longctx_patch.evaluation.tasks import make_samples, sources
+from longctx_patch.evaluation.tasks import Sources, make_samples, sources
+from longctx_patch.evaluation.tasks.sources import Haystack, WordPairs, split_at_stops
 
 WORDS = {
     "adjective": ["old", "teeny-tiny", "old-fashioned", "teeny", "ad hoc", "red", "oldest"],
@@ -157,3 +160,121 @@ def test_texts_are_those_of_the_definition(
         assert list(sample.prompt) == tokenizer(text).input_ids
         assert [tokenizer.decode(ids).strip() for ids in sample.answers] == answers
         assert sample.num_tokens <= sample.length == length
+
+
+def test_pairs_are_those_of_the_sorted_list() -> None:
+    """Adjectives that begin with another one and a hyphen stand among its pairs."""
+    listed = sorted({f"{a}-{n}" for a in WORDS["adjective"] for n in WORDS["noun"]})
+    pairs = WordPairs(WORDS["adjective"], WORDS["noun"])
+    assert [pairs[index] for index in range(len(pairs))] == listed
+    assert random.Random(3).choice(pairs) == random.Random(3).choice(listed)
+
+
+def test_sentences_of_a_beginning_are_those_of_its_text() -> None:
+    """Whatever was asked for before, and where the text begins anew."""
+    text = 'One  is here. "Two is!" There are (three?) of\nthese. ' + "word " * 90 + "End."
+    words = text.split()
+    haystack = Haystack(text, split_at_stops, "own text")
+    for num_words in (3, 250, 8, 12, 99, len(words), 41, 2 * len(words) + 5):
+        beginning = " ".join((words * 3)[:num_words])
+        assert haystack.sentences(num_words) == split_at_stops(beginning)
+        assert " ".join(haystack.sentences(num_words)) == beginning
+
+
+@pytest.fixture
+def own_text(tmp_path: Path) -> Path:
+    path = tmp_path / "own.txt"
+    path.write_text(" ".join(f"This is sentence {number} of many." for number in range(900)))
+    return path
+
+
+def test_a_needle_is_where_it_is_asked_for(own_text: Path, tokenizer: Any) -> None:
+    """Also among other needles; the others stay where they are drawn."""
+    names = ["niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multikey_2"]
+    depths = (0.0, 0.3, 1.0)
+    made = make_samples(
+        names, tokenizer, 2048, per_cell=2, depths=depths, sources=Sources(text=own_text)
+    )
+    assert [(each.task, each.depth) for each in made] == [
+        (name, depth) for name in names for depth in depths for _ in range(2)
+    ]
+    for sample in made:
+        text = tokenizer.decode(sample.prompt)
+        context = text[text.index("afterwards.\n") : text.rindex("\nWhat is")]
+        place = context.index(tokenizer.decode(sample.answers[0]).strip()) / len(context)
+        assert sample.depth is not None
+        assert abs(place - sample.depth) < 0.12
+        assert 1500 < sample.num_tokens <= 2048  # the haystack fills the row
+
+
+def test_ranked_tasks_have_wrong_answers_of_the_same_kind(
+    own_text: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = {"adjective": ["old"], "verb": [], "noun": [f"n{n}x" for n in range(4200)]}
+    monkeypatch.setattr(sources, "_words", many.__getitem__)
+    names = ["niah_multivalue", "niah_multiquery", "cwe"]
+    for sample in make_samples(
+        names, tokenizer, 8192, per_cell=2, depths=(0.5,), sources=Sources(text=own_text)
+    ):
+        text = tokenizer.decode(sample.prompt)
+        right, wrong = (
+            [tokenizer.decode(ids).strip() for ids in found]
+            for found in (sample.answers, sample.others)
+        )
+        assert sample.scoring == "ranked"
+        assert sample.depth is None
+        assert len(set(right + wrong)) == 8
+        if sample.task == "cwe":  # 3 times in the row's list
+            right, wrong = (
+                [text.count(f". {word.removeprefix('1. ')} ") for word in found]
+                for found in (right, wrong)
+            )
+            assert min(right) >= 30 > 4 >= max(wrong)
+        else:  # each digit is in the text, and no wrong number as a whole
+            assert all(value in text for value in right)
+            assert not any(value in text for value in wrong)
+            assert {value[:3] for value in wrong} == {value[:3] for value in right}
+
+
+def test_questions_of_squad_and_hotpotqa(tmp_path: Path, tokenizer: Any) -> None:
+    paragraphs = [
+        {
+            "context": f"Paragraph {n} says that the answer is {n}.",
+            "qas": [
+                {"question": "Which?", "answers": [{"text": f"{n}"}], "is_impossible": n % 2 == 0}
+            ],
+        }
+        for n in range(60)
+    ]
+    squad = tmp_path / "squad.json"
+    squad.write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
+    hotpot = tmp_path / "hotpot.json"
+    context = [[f"Title {n}", [f"Fact {n}.", " More."]] for n in range(40)]
+    hotpot.write_text(
+        json.dumps(
+            [
+                {"question": f"Is it {n}?", "answer": answer, "context": context[n : n + 10]}
+                for n, answer in enumerate(["yes", "no", "Fact", "Title", "More"])
+            ]
+        )
+    )
+    made = make_samples(
+        ["qa_1", "qa_2"],
+        tokenizer,
+        1500,
+        per_cell=3,
+        sources=Sources(squad=squad, hotpotqa=hotpot),
+    )
+    for number, sample in enumerate(made):
+        text = tokenizer.decode(sample.prompt)
+        right = [tokenizer.decode(ids) for ids in sample.answers]
+        if sample.task == "qa_1":
+            assert right == [f" {2 * number + 1}"]
+            assert f"\nParagraph {2 * number + 1} says" in text
+        else:
+            assert right == [[" yes"], [" no"], [" Fact"]][number - 3]
+            assert all(f"Title {number - 3 + n}\nFact" in text for n in range(10))
+        assert not {*sample.answers} & {*sample.others}
+    assert [tokenizer.decode(ids) for ids in made[3].others] == [" no"]
+    with pytest.raises(ValueError, match="the file has 5 questions"):
+        make_samples(["qa_2"], tokenizer, 1500, per_cell=6, sources=Sources(hotpotqa=hotpot))
