@@ -15,7 +15,8 @@
 #   make test-oldest  exactness with the oldest transformers supported, in .venv-oldest
 #   make test-gpu   the tests that need one
 #   make planted-faults  put wrong code into each of fourteen rooms: a test of the room has to notice it
-#   make real-model MODEL=folder  a pretrained model over two processes against one: before a release
+#   make real-model MODEL=folder  a pretrained model over two processes against one, and its scores
+#                                 against greedy decoding: before a release
 #   make pictures   draw each picture of docs/schedules again
 #   make docs       write the generated pages of docs/reference
 #   make notebook   run the notebook of examples/ and write what its cells show
@@ -128,6 +129,7 @@ test-gpu: $(STAMP)
 
 real-model: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/real_model.py $(MODEL)
+	PYTHONPATH=. $(BIN)/python tests/evaluation/forced_and_greedy.py $(MODEL)
 
 planted-faults: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/planted_faults.py

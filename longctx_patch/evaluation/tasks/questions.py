@@ -10,6 +10,7 @@ with one of the right answers, word by word (`forced`).
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +49,11 @@ def _sample(record: Record, encoder: Encoder, length: int) -> Sample:
         tuple(encoder.answers(text, [f" {each}"], record.place)[0] for each in given)
         for given in (answers, wrong)
     )
-    common = {"task": TASK, "length": length, "depth": None, "prompt": prompt}
+    sample = partial(Sample, task=TASK, length=length, depth=None, prompt=prompt)
     if others:
-        found = Sample(**common, answers=right, others=others, scoring="ranked")
+        found = sample(answers=right, others=others, scoring="ranked")
     else:
-        spellings = tuple((each,) for each in right[1:])
-        found = Sample(**common, answers=right[:1], spellings=spellings)
+        found = sample(answers=right[:1], spellings=tuple((each,) for each in right[1:]))
     if found.num_tokens > length:
         raise record.error(
             f"the question and its longest answer have {found.num_tokens:,} tokens, and the "

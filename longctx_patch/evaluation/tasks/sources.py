@@ -60,7 +60,9 @@ class Sources:
             text = _read_json(Path(self.essays), "essays", lambda value: value["text"])
             return Haystack(text, _punkt(), f"essays of {Path(self.essays).name}", step=500)
         if self.own_text is not None:
-            return Haystack(self.own_text, split_at_stops, "own text")
+            num_words = len(self.own_text.split())
+            name = f"own text of {num_words:,} words, repeated in longer rows"
+            return Haystack(self.own_text, split_at_stops, name)
         raise ValueError(
             "This task hides its needles in essays. Give a file of them, "
             'RULER\'s PaulGrahamEssays.json ({"text": ...}), or a text of your own.'

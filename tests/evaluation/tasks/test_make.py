@@ -49,7 +49,9 @@ def test_passkeys_fill_the_row_and_are_where_they_are_asked_for(
             assert sample.depth is not None
             assert abs(row.index(key) / len(row) - sample.depth) < 0.15
     assert haystacks(["passkey", "vt"], Sources(text=text)) == {"passkey": "own text"}
-    assert haystacks(["niah_single_2"], Sources(text=text)) == {"niah_single_2": "own text"}
+    assert haystacks(["niah_single_2"], Sources(text=text)) == {
+        "niah_single_2": "own text of 1,200 words, repeated in longer rows"
+    }
     assert haystacks(["passkey"], Sources()) == {"passkey": "noise"}
 
 
