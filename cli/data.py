@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-SETTINGS_FILES = ("sft.yaml", "dpo.yaml", "finetune.yaml")
+from longctx_patch.recipes.run_record import SETTINGS_FILES, settings_file_of
 
 
 @click.command("data", short_help="Show the rows that a run folder will train on.")
@@ -45,9 +45,8 @@ def settings_in(run: Path) -> Path:
     """The settings file of a run. Raises ValueError for a folder without one."""
     if run.is_file():
         return run
-    for name in SETTINGS_FILES:
-        if (run / name).is_file():
-            return run / name
+    if (found := settings_file_of(run)) is not None:
+        return found
     raise ValueError(
         f"{run} has no {' or '.join(SETTINGS_FILES)}: give a run folder that `longctx patch` has "
         "written, or a settings file."

@@ -9,6 +9,7 @@ import click
 
 from longctx_patch.cli.data import data_command
 from longctx_patch.cli.doctor import doctor_command
+from longctx_patch.cli.eval import eval_command
 from longctx_patch.cli.families import families_command
 from longctx_patch.cli.kept_bytecode import keep_bytecode
 from longctx_patch.cli.kernels import kernels_command
@@ -23,7 +24,10 @@ from longctx_patch.health.last_words import words_of
 from longctx_patch.recipes.quiet import quiet_libraries
 
 GROUPS = {
-    "Every run": (patch_command, data_command, train_command, report_command, merge_command),
+    "Every run": (
+        *(patch_command, data_command, train_command, eval_command, report_command),
+        merge_command,
+    ),
     "Proof and machine": (verify_command, doctor_command, plan_command),
     "To look at": (schedule_command, kernels_command, families_command),
 }

@@ -8,13 +8,13 @@ from pathlib import Path
 import click
 
 from longctx_patch import __version__
-from longctx_patch.cli.report_data import MEMORY, Points, RunData, read_run
+from longctx_patch.cli.report_data import CONTEXT, MEMORY, Points, RunData, read_run
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 460, 200, 62, 24
 MOST_POINTS = 400
 """Of a curve; longer ones keep the lowest and highest value of each stretch of steps."""
 GIB = 2**30
-COLOURS = ("#1f5fa8", "#c2570c")
+COLOURS = ("#1f5fa8", "#c2570c", "#2a7f3f", "#8a3fa0", "#7a6a00", "#a3003c", "#00808a", "#4d5866")
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1d2430; max-width: 62rem; margin: 2rem auto;
        padding: 0 1rem; overflow-wrap: anywhere }
@@ -37,7 +37,8 @@ def report_command(run: Path, out: Path | None) -> None:
     """Write one HTML page about RUN (a run folder or its output), also while it goes on.
 
     Loss, evaluation loss, learning rate, gradient norm, tokens per second and memory against the
-    plan; the settings; what was decided and why. The page needs no network and runs no script.
+    plan; the newest scores of `longctx eval`; the settings; what was decided and why. The page
+    needs no network and runs no script.
     """
     data = read_run(run)
     target = out or run / "report.html"
@@ -47,6 +48,9 @@ def report_command(run: Path, out: Path | None) -> None:
         merge = shlex.join(["longctx", "merge", str(data.final)])
         load = f"Load it as {data.final / 'README.md'} says."
         click.echo(f"Next: {merge}" if data.merges else load)
+        if data.scores is None:
+            command = shlex.join(["longctx", "eval", str(run)])
+            click.echo(f"To see whether it uses its context: {command}")
 
 
 def page(data: RunData) -> str:
@@ -57,6 +61,7 @@ def page(data: RunData) -> str:
         f'<p class="state">{escape(data.state)}</p>',
         *(f'<p class="note">{escape(note)}</p>' for note in data.notes),
         *_charts(data),
+        *_context(data),
         *_table("Last steps", *_last_steps(data)),
         *_table("The start, until the first step", ("stage", "seconds"), data.start.items()),
         *_table("What `longctx patch` decided, and why", ("what", "decided", "why"), data.decided),
@@ -66,6 +71,24 @@ def page(data: RunData) -> str:
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
     body = "\n".join(parts)
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n{body}\n</body></html>\n'
+
+
+def _context(data: RunData) -> Iterable[str]:
+    """What `longctx eval` has found last."""
+    if data.scores is None:
+        return
+    from longctx_patch.cli.eval_result import heat_maps, losses_by_position, read_result
+
+    yield f"<h2>Does it use its context?</h2><p>{escape(str(data.scores))}</p>"
+    try:
+        models = read_result(data.scores)
+    except ValueError as error:  # of another version
+        yield f'<p class="note">{escape(str(error))}</p>'
+        return
+    yield from heat_maps(models)
+    head, *rows = losses_by_position(models)
+    yield from _table("Loss by position", head, rows)
+    yield from (f"<p>{escape(f'{m.scores.label}: {note}')}</p>" for m in models for note in m.notes)
 
 
 def _charts(data: RunData) -> Iterable[str]:
@@ -78,13 +101,20 @@ def _charts(data: RunData) -> Iterable[str]:
         ("Tokens per second, all devices", "tokens_per_second"),
     ):
         yield from _chart(title, {name: series[name]} if name in series else {})
+    context: dict[str, dict[str, Points]] = {}
+    for name in series:
+        if name.startswith(CONTEXT):
+            _, what, *where = name.split("/")
+            context.setdefault(what, {})["/".join(where) or what] = series[name]
+    for what, curves in context.items():
+        yield from _chart(f"Context, {what}", curves)
     memory = [(step, value / GIB) for step, value in series.get(MEMORY, ())]
     planned = data.planned_bytes / GIB if data.planned_bytes else None
     yield from _chart("Memory, GiB at most", {"peak": memory} if memory else {}, planned=planned)
 
 
 def _chart(title: str, curves: dict[str, Points], planned: float | None = None) -> Iterable[str]:
-    """A drawing of one or two curves over the same axes; nothing without values."""
+    """A drawing of curves over the same axes; nothing without values."""
     if not curves:
         return
     everything = [point for points in curves.values() for point in points]

@@ -9,17 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from longctx_patch.checkpoints.names import FLIGHT
-from longctx_patch.cli.verify import SETTINGS_FILES
 from longctx_patch.recipes.metrics import METRICS_FILE, whole_lines
-from longctx_patch.recipes.run_record import FAILURE_FILE
+from longctx_patch.recipes.run_record import FAILURE_FILE, SETTINGS_FILES
 from longctx_patch.recipes.yaml_file import read_yaml
 
 Points = list[tuple[float, float]]
 """(step, value), by rising step."""
 STATE_FILE, PLAN_FILE = "trainer_state.json", "plan.json"
 START_FILE = "start.json"
+SCORES = ("eval*/scores.json", "eval/step-*/scores.json")
+"""Files of `longctx eval`, and of evaluations during the training."""
 SHOWN = ("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second")
 MEMORY = "peak_memory_bytes"
+CONTEXT = "eval_context/"
+"""Begins the names of what tasks over a long context give, as `eval_context/passkey/65536`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,8 @@ class RunData:
     notes: Sequence[str]
     final: Path | None
     """The trained model, once it is saved."""
+    scores: Path | None
+    """The newest file of `longctx eval`."""
 
     @property
     def merges(self) -> bool:
@@ -85,12 +90,19 @@ def read_run(run: Path) -> RunData:
         state=_state(series, total, final, output, sources),
         notes=[*filter(None, [broken, _changed(asked, recorded)]), *odd, *_flights(output)],
         final=final,
+        scores=max(
+            (path for place in (run, output) for name in SCORES for path in place.glob(name)),
+            key=lambda path: path.stat().st_mtime,
+            default=None,
+        ),
     )
 
 
 def _series(lines: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Points], list[str]]:
     """Each metric's values by step, and what to say of values that can't be drawn."""
-    found: dict[str, dict[float, float]] = {name: {} for name in (*SHOWN, MEMORY)}
+    lines = [*lines]
+    context = {name: None for line in lines for name in line if name.startswith(CONTEXT)}
+    found: dict[str, dict[float, float]] = {name: {} for name in (*SHOWN, MEMORY, *context)}
     odd, slow = [], dict[int, str]()
     for line in lines:
         step = line.get("step")

@@ -24,7 +24,7 @@ import click
 import yaml
 
 from longctx_patch.cli.read_ahead import start_reading_ahead
-from longctx_patch.cli.verify import SETTINGS_FILES
+from longctx_patch.recipes.run_record import SETTINGS_FILES, settings_file_of
 from longctx_patch.recipes.yaml_file import read_yaml
 
 FLAGS = {"finetune": "--settings", "sft": "--config", "dpo": "--config"}
@@ -42,7 +42,7 @@ class TrainCommand(click.Command):
     """Shows the flags of the recipe too, where `--help` stands beside a run folder."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        files = (settings_file_of(Path(word)) for word in args if not word.startswith("-"))
+        files = (settings_file_of(word) for word in args if not word.startswith("-"))
         ctx.obj = next((file for file in files if file is not None), None)
         return super().parse_args(ctx, args)
 
@@ -51,11 +51,6 @@ class TrainCommand(click.Command):
             formatter.write("\n`longctx train RUN --help` lists RUN's settings as flags.\n")
         else:
             formatter.write(f"\n{recipe_flags(ctx.obj)}")
-
-
-def settings_file_of(run: Path) -> Path | None:
-    """The settings file of a run folder, if it is one."""
-    return next((run / name for name in SETTINGS_FILES if (run / name).is_file()), None)
 
 
 def recipe_flags(file: Path) -> str:

@@ -4,7 +4,6 @@ import json
 import shlex
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
@@ -13,13 +12,12 @@ from longctx_patch.cli.choice import Choice
 from longctx_patch.cli.text_table import aligned
 from longctx_patch.config import LongContextConfig
 from longctx_patch.memory.policies import POLICIES, CheckpointPolicy
+from longctx_patch.recipes.run_record import settings_file_of
 from longctx_patch.sequence.layout import LayoutName
 
 if TYPE_CHECKING:
     from longctx_patch.verification import Report
 
-SETTINGS_FILES = ("finetune.yaml", "sft.yaml", "dpo.yaml")
-"""Of the recipes: a folder with one of them is a run folder."""
 DEFAULT_LAYOUTS: tuple[LayoutName, ...] = ("zigzag", "contiguous")
 PACKED_LAYOUTS: tuple[LayoutName, ...] = ("balanced", *DEFAULT_LAYOUTS)
 COLUMNS = ("plan", "ulysses", "ring", "layout", "loss", "logits", "worst grad", "grad norm")
@@ -131,12 +129,6 @@ def load_target(target: str) -> Target:
 
     run, packed = parallelism_in(file)
     return Target(model_config=load_model_config(target), run=run, packed=packed)
-
-
-def settings_file_of(target: str) -> Path | None:
-    """The recipe's settings in a run folder; None where `target` is none."""
-    files = (Path(target) / name for name in SETTINGS_FILES)
-    return next((file for file in files if file.is_file()), None)
 
 
 def choose_configs(

@@ -44,6 +44,7 @@ from longctx_patch.hf.layers.fused_layers import (
 from longctx_patch.plugin import close_accelerator, make_accelerator, states_on_host
 from longctx_patch.recipes import hub, models
 from longctx_patch.recipes.bars import ProgressBar
+from longctx_patch.recipes.context_steps import ContextSteps
 from longctx_patch.recipes.ended import is_over
 from longctx_patch.recipes.exporting import write_model
 from longctx_patch.recipes.final_model import write_final
@@ -163,6 +164,7 @@ def train(
     # Nothing was written so far, so a refusal above leaves no files behind.
     begin(job, accelerator, checkpoint)
     showing = explained(job.settings, job.handle.model.config, accelerator)
+    context = ContextSteps(job.settings, job.handle, job.tokenizer)
     with StopSignals() as stop, keeper_of(job, accelerator, watchdog) as keeper, showing:
         if states_on_host(accelerator):
             job.handle.reserve_host(states_to_come(job.state))
@@ -170,7 +172,8 @@ def train(
             stages.enter("rehearsal")
             check_memory(accelerator, job.state, job.handle, job.data)
         stages.enter("first step")
-        place = go_through_steps(job, accelerator, stages, watchdog, keeper, pace, stop)
+        numbers = partial(evaluated, job, accelerator, watchdog, context)
+        place = go_through_steps(job, accelerator, stages, watchdog, keeper, pace, stop, numbers)
     if place is not None:
         accelerator.print(stop.words(job.state.step, place), flush=True)
         return stop
@@ -281,14 +284,13 @@ def go_through_steps(
     keeper: Keeper,
     pace: PaceCheck,
     stop: StopSignals,
+    numbers: Callable[[], dict[str, Any]],
 ) -> Path | None:
     """Train and save; returns the checkpoint with which a signal stopped the run, None at the end
     of its last step."""
     settings, state = job.settings, job.state
     replicas, first = ReplicaCheck(state.model, state.step), state.step + 1
-    for _ in train_steps(
-        job, accelerator, pace, stop, partial(evaluated, job, accelerator, watchdog)
-    ):
+    for _ in train_steps(job, accelerator, pace, stop, numbers):
         watchdog.done(state.step)
         replicas.after_step(state.step)
         keeper.look()
@@ -323,17 +325,22 @@ def model_card(settings: Settings, config: Any, processes: int) -> Card:
     )
 
 
-def evaluated(job: Job, accelerator: Any, watchdog: Watchdog) -> dict[str, Any]:
-    """The numbers of an evaluation, where one is due after the step that is done. Collective."""
+def evaluated(
+    job: Job, accelerator: Any, watchdog: Watchdog, context: ContextSteps
+) -> dict[str, Any]:
+    """The numbers of evaluations that are due after the step that is done. Collective."""
     settings, step = job.settings, job.state.step
+    found = context.numbers(job.state.model, step, watchdog)
+    for name, value in found.items():
+        accelerator.print(f"step {step}: {name} {value:.4f}", flush=True)
     is_due = step == settings.max_steps or (settings.eval_steps and step % settings.eval_steps == 0)
     if job.data.evaluation is None or not is_due:
-        return {}
+        return found
     watchdog.enter("evaluate")
     numbers = evaluate(accelerator, job.state.model, evaluation_batches(job.data))
     watchdog.enter("step")
     accelerator.print(f"step {step}: eval_loss {numbers['eval_loss']:.4f}", flush=True)
-    return numbers
+    return numbers | found
 
 
 def train_steps(

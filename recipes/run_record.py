@@ -12,6 +12,14 @@ from longctx_patch.checkpoints.files import write_whole
 from longctx_patch.health.last_words import without_advice
 
 RECORD_FILE, FAILURE_FILE = "settings.json", "failure.json"
+SETTINGS_FILES = ("finetune.yaml", "sft.yaml", "dpo.yaml")
+"""Of the recipes: a folder with one of them is a run folder."""
+
+
+def settings_file_of(folder: str | Path) -> Path | None:
+    """The recipe's settings in a run folder; None where `folder` is none."""
+    files = (Path(folder) / name for name in SETTINGS_FILES)
+    return next((file for file in files if file.is_file()), None)
 
 
 def say_ended(output: Path) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from longctx_patch.config import LongContextConfig
+from longctx_patch.evaluation.tasks import TASKS
 from longctx_patch.health.finite import check_guard_settings
 from longctx_patch.health.limits import TimeLimits
 from longctx_patch.hf.layers.fused_layers import FusedLayersName
@@ -204,7 +205,30 @@ class _Guarded(_Adapted):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelSettings(_Guarded):
+class _ContextEvaluated(_Guarded):
+    """Tasks over a long context, evaluated during the training."""
+
+    eval_context_steps: int = setting(
+        "steps between evaluations of whether the model uses its context, and one at the end; 0: "
+        "none",
+        default=0,
+    )
+    eval_context_tasks: list[str] = setting(
+        "tasks: passkey, or those of RULER that need no file", default=["passkey"]
+    )
+    eval_context_lengths: list[int] = setting("tokens of their rows; none: seq_len", default=[])
+    eval_context_samples: int = setting("samples of each task, length and depth", default=2)
+
+    def _check_context_evaluation(self) -> None:
+        for name, least in (("eval_context_steps", 0), ("eval_context_samples", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)}: it must be {least} or more.")
+        for task in self.eval_context_tasks:
+            require_choice("eval_context_tasks", task, TASKS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSettings(_ContextEvaluated):
     """Which model is trained, how much of it, and what ends the run. All recipes have these."""
 
     @property
@@ -240,6 +264,7 @@ class ModelSettings(_Guarded):
         for name in ("rope", "dtype", "fused_layers"):
             require_choice(name, getattr(self, name), get_args(kinds[name]))
         self._check_at_least("lora_rank", 1)
+        self._check_context_evaluation()
         if not 0 <= self.lora_dropout < 1:
             raise ValueError(f"lora_dropout={self.lora_dropout}: a share, from 0 to below 1.")
 

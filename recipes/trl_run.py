@@ -24,6 +24,7 @@ from longctx_patch.hf.model.load import is_bare_config
 from longctx_patch.plugin import close_accelerator
 from longctx_patch.plugin.gloo_interface import choose_gloo_interface
 from longctx_patch.recipes import hub, models
+from longctx_patch.recipes.context_steps import ContextStepsCallback, asked_of
 from longctx_patch.recipes.ended import is_over
 from longctx_patch.recipes.final_model import write_final
 from longctx_patch.recipes.identity import check_fingerprint, with_weights
@@ -147,6 +148,8 @@ def train(
     rehearses = not settings.skip_rehearsal
     trainer.add_callback(MemoryCallback(trainer, stages, rehearses=rehearses))
     trainer.add_callback(StagesCallback(stages))
+    if every := settings.eval_context_steps:
+        trainer.add_callback(ContextStepsCallback(trainer, asked_of(settings), every=every))
     with stop, explained_run(settings, args, trainer, compares=method.compares):
         trainer.train(resume_from_checkpoint=str(resumed) if resumed else None)
     if stop.agreed:

@@ -59,6 +59,8 @@ class ContextEvaluation:
     samples: int = 10
     """Of each task, length and depth."""
     seed: int = 42
+    own: tuple[Sample, ...] = ()
+    """Samples that are made already, such as `read_questions` makes of the user's own."""
     label: str = ""
     """What is evaluated, in the words of the tables."""
 
@@ -71,7 +73,7 @@ class ContextEvaluation:
         """What is wrong with it, whatever the model, in words."""
         if not self.lengths or any(length < 2 for length in self.lengths):
             yield f"lengths={self.lengths}: give one or more, of 2 tokens or more each."
-        if not self.texts and not self.tasks:
+        if not (self.texts or self.tasks or self.own):
             yield "there is nothing to evaluate: give texts or tasks."
         if self.edges and (problem := edge_problem(self.edges)):
             yield problem
@@ -247,11 +249,17 @@ def _samples(tokenizer: Any, asked: ContextEvaluation) -> dict[str, list[Sample]
         made = make_samples(
             asked.tasks, tokenizer, length, asked.samples, asked.seed, asked.depths, asked.sources
         )
-        for problem in sample_problems(made):
-            raise ValueError(problem)
-        for sample in made:
-            found[sample.task].append(replace(sample, prompt=array("i", sample.prompt)))
+        _add(made, found)
+    _add(asked.own, found)
     return found
+
+
+def _add(made: Sequence[Sample], found: dict[str, list[Sample]]) -> None:
+    for problem in sample_problems(made):
+        raise ValueError(problem)
+    for sample in made:
+        samples = found.setdefault(sample.task, [])
+        samples.append(replace(sample, prompt=array("i", sample.prompt)))
 
 
 def _task_scores(
@@ -283,11 +291,12 @@ def _on_all_ranks(make: Callable[[], Made]) -> Made:
 def _facts(asked: ContextEvaluation) -> dict[str, Any]:
     """What is asked, with the texts as their number and a digest."""
     facts = {each.name: getattr(asked, each.name) for each in fields(asked)}
-    texts = facts.pop("texts")
-    digest = blake2b(digest_size=8)
+    texts, own = facts.pop("texts"), facts.pop("own")
+    digest = blake2b(repr(own).encode(), digest_size=8)
     for text in texts:
         digest.update(text.encode() if isinstance(text, str) else repr(list(text)).encode())
-    return facts | {"texts": f"{len(texts)} with the digest {digest.hexdigest()}"}
+    number = f"{len(texts)} and {len(own)} with the digest {digest.hexdigest()}"
+    return facts | {"texts and samples": number}
 
 
 def _nothing(_: str) -> None:

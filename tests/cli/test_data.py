@@ -303,7 +303,7 @@ def test_what_can_not_be_shown(job: Path) -> None:
     (job / "empty").mkdir()
     found = data(str(job / "empty"))
     assert found.exit_code == 1
-    assert "has no sft.yaml or dpo.yaml or finetune.yaml: give a run folder" in found.output
+    assert "has no finetune.yaml or sft.yaml or dpo.yaml: give a run folder" in found.output
     chats = write(job / "more.jsonl", [*rows("chat", 30, 1), {"text": "w1"}])
     patch(job, "--data", str(chats))
     found = data(str(job / "run"))

@@ -96,6 +96,7 @@ def test_the_numbers_are_those_of_the_file(run: Run, tmp_path: Path) -> None:
     assert said.exit_code == 0
     assert "Finished: 7 steps" in said.output
     assert f"Next: longctx merge {tmp_path / 'training/final'}" in said.output
+    assert f"longctx eval {tmp_path}" in said.output
     shown = Page((tmp_path / "report.html").read_text())
     for name in ("loss", "grad_norm", "learning_rate", "tokens_per_second"):
         assert shown.drawn(name) == {values["step"]: values[name] for values in lines}

@@ -41,7 +41,7 @@ def test_passkeys_fill_the_row_and_are_where_they_are_asked_for(
         assert [each.depth for each in made[::2]] == [0.05, 0.25, 0.5, 0.75, 0.95]
         assert len({each.answers for each in made}) == 10
         for sample in made:
-            row = found.decode(sample.prompt + sample.answers[0])
+            row = found.decode([*sample.prompt, *sample.answers[0]])
             key = found.decode(sample.answers[0]).strip()
             assert sample.num_tokens == 1021
             assert row.endswith(f"The pass key is {key}")

@@ -1,0 +1,368 @@
+"""`longctx eval`: whether a model uses its context, at any length, sharded as training is."""
+
+import math
+import os
+import shlex
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from importlib.util import find_spec
+from itertools import chain, count
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+import yaml
+
+from longctx_patch.cli.choice import Choice
+from longctx_patch.cli.patch import ROPE_KINDS
+from longctx_patch.cli.tokens import Tokens
+from longctx_patch.cli.train import import_shared, limit_threads
+from longctx_patch.cli.train import start as start_processes
+from longctx_patch.cli.units import size_text
+from longctx_patch.config import LongContextConfig
+from longctx_patch.hf.model.checks import check_model_config
+from longctx_patch.hf.model.facts import ModelFacts
+from longctx_patch.rules.number_rules import parse_tokens
+
+if TYPE_CHECKING:
+    from longctx_patch.recipes.evaluate import EvalSettings
+    from longctx_patch.recipes.evaluated import Evaluated
+
+DEPTHS = (5.0, 25.0, 50.0, 75.0, 95.0)
+SHORTEST = 4096
+"""The first of the default lengths, where the context is eight times as long or more."""
+ROOM = 0.6
+"""Share of a GPU's memory that weights may take: rows need the rest."""
+
+
+class Several(click.ParamType[tuple[Any, ...]]):
+    """Values between commas: 4K,8K."""
+
+    def __init__(self, each: Callable[[str], Any], name: str) -> None:
+        self._each, self.name = each, name
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[Any, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(self._each(part.strip()) for part in str(value).split(",") if part.strip())
+        except ValueError as error:
+            self.fail(f"{value!r}: {error}", param, ctx)
+
+
+def depth(text: str) -> float:
+    """A depth in percent, from 0 to 100."""
+    found = float(text.removesuffix("%"))
+    if not 0 <= found <= 100:
+        raise ValueError("depths are percent of the row, from 0 (its first token) to 100.")
+    return found
+
+
+@click.command("eval", short_help="Show whether a model uses its context.")
+@click.argument("target", metavar="RUN_OR_MODEL")
+@click.option(
+    "--beside", multiple=True, help="Another model, run or adapter to evaluate too [a run's base]."
+)
+@click.option("--alone", is_flag=True, help="Without the base of a run.")
+@click.option(
+    "--lengths",
+    type=Several(parse_tokens, "tokens"),
+    help="4K,16K,64K [powers of two up to the context].",
+)
+@click.option(
+    "--tasks",
+    type=Several(str, "names"),
+    default=("passkey",),
+    help="passkey,niah_single_1,vt and so on; ruler is all 13 of RULER [passkey].",
+)
+@click.option(
+    "--depths",
+    type=Several(depth, "percent"),
+    default=DEPTHS,
+    help="Where needles lie, in percent; '': anywhere, as in RULER [5,25,50,75,95].",
+)
+@click.option("--samples", type=click.IntRange(1), default=6, help="Of each length and depth [6].")
+@click.option("--text", multiple=True, help="Held-out texts, for loss by position and as haystack.")
+@click.option("--text-field", default="text", help="Field of a record that is its text [text].")
+@click.option("--essays", default="", help="RULER's PaulGrahamEssays.json [--text].")
+@click.option("--squad", default="", help="SQuAD's dev file, for qa_1.")
+@click.option("--hotpotqa", default="", help="HotpotQA's dev file, for qa_2.")
+@click.option("--english-words", default="", help="RULER's english_words.json, for long cwe.")
+@click.option("--questions", default="", help="Your own: JSONL of context, question, answers.")
+@click.option("--longppl", is_flag=True, help="Perplexity of the tokens that need the context.")
+@click.option("--seed", type=int, default=42, help="Of the tasks [42, as RULER].")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="New folder [RUN/eval, or ./eval-NAME]."
+)
+@click.option("--context", type=Tokens(), help="Tokens that a plain model shall reach [its own].")
+@click.option("--rope", type=Choice(ROPE_KINDS), help="RoPE scaling by which it does so.")
+@click.option("--rope-factor", type=float, help="Its factor [the ratio of the lengths].")
+@click.option(
+    "--allow-beyond-reach", is_flag=True, help="Lengths beyond what RUN_OR_MODEL's RoPE reaches."
+)
+@click.option("--tokenizer", default="", help="Name or folder if not the model's own; 'bytes'.")
+@click.option(
+    "--dtype",
+    type=Choice(("float32", "bfloat16", "float16")),
+    help="Of the weights [GPUs: 16 bits, as in the config; CPU: float32].",
+)
+@click.option(
+    "--num-processes", type=click.IntRange(1), help="[All GPUs; --cpu: as the run, or 1]."
+)
+@click.option("--ulysses", type=click.IntRange(1), help="Ulysses degree [the run's, or by heads].")
+@click.option("--ring", type=click.IntRange(1), help="Ring degree [the rest].")
+@click.option("--cpu", is_flag=True, help="Processes on the CPU in place of GPUs.")
+@click.option("--dry-run", is_flag=True, help="Check all, write asked.json, and start nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print scores.json on stdout.")
+def eval_command(target: str, as_json: bool, dry_run: bool, **options: Any) -> None:
+    """Evaluate RUN_OR_MODEL on long contexts: a run folder of `longctx patch` (its newest weights,
+    beside its base), an output, an adapter's folder, a model's folder or hub name.
+
+    Passkey and RULER's tasks by length and depth, loss by position on --text, LongPPL, and your own
+    --questions. Processes share each row as in training, so that the memory of all of them bounds
+    its length. Everything is checked before they start. The folder gets scores.json and scores.png;
+    `longctx report RUN` shows them.
+    """
+    decided = decide(target, options)
+    start(decided, waits=dry_run)
+    if not dry_run:
+        _show(decided.folder, as_json=as_json)
+
+
+class Decided(NamedTuple):
+    """An evaluation, before its processes start."""
+
+    settings: "EvalSettings"
+    launch_yaml: str
+    folder: Path
+    """Where it is written."""
+
+
+def decide(target: str, options: dict[str, Any]) -> Decided:
+    """What is evaluated, over which processes. Reads files, and no weights.
+
+    Raises ValueError for what can't be evaluated.
+    """
+    from longctx_patch.plugin import accelerate_yaml
+    from longctx_patch.recipes.data.addresses import absolute
+    from longctx_patch.recipes.evaluate import FILES, EvalSettings
+    from longctx_patch.recipes.evaluated import base_of, find
+
+    tuned = _as_asked(find(target), options)
+    lengths = _lengths(tuned, options)
+    tuned = tuned.with_(seq_len=options["context"] or lengths[-1])
+    others = [find(each) for each in options["beside"]]
+    if not (others or options["alone"]) and (base := base_of(tuned)) is not None:
+        others = [base]
+    # They are evaluated beyond their reach as they are, which the result says.
+    others = [each.with_(seq_len=lengths[-1], allow_beyond_reach=True) for each in others]
+    models = [*others, tuned]
+    if len({each.label for each in models}) < len(models):
+        models = [m.with_(label=f"{m.label} ({n})") for n, m in enumerate(models, start=1)]
+    models = [each.with_(dtype=options["dtype"] or "auto") for each in models]
+    world = _world(models, tuned.degrees, options)
+    kept = ("tasks", "depths", "samples", "text_field", "longppl", "seed")
+    files: dict[str, Any] = {
+        name: str(Path(options[name]).expanduser().resolve())
+        for name in ("questions", *FILES)
+        if options[name]
+    }
+    return Decided(
+        EvalSettings(
+            models=[
+                each.with_(ulysses=world.ulysses, ring=world.ring, checkpoint="none")
+                for each in models
+            ],
+            lengths=lengths,
+            text=[absolute(source) for source in options["text"]],
+            **{name: options[name] for name in kept},
+            **files,
+        ),
+        accelerate_yaml(
+            world.num_processes,
+            world.ulysses * world.ring,
+            fsdp=world.is_sharded,
+            cpu=options["cpu"],
+            mixed_precision="no",
+        ),
+        _folder(target, tuned, options["out"]),
+    )
+
+
+def _as_asked(found: "Evaluated", options: dict[str, Any]) -> "Evaluated":
+    """The model with the options that change how it is read."""
+    if found.is_trained and (options["rope"] or options["context"]):
+        raise ValueError(
+            "--rope or --context with a model that was trained: it has the RoPE of its training. "
+            "Leave it out, or give the model that it was trained from."
+        )
+    names = ("rope", "rope_factor", "allow_beyond_reach", "tokenizer")
+    return found.with_(**{name: options[name] for name in names if options[name]})
+
+
+def _lengths(tuned: "Evaluated", options: dict[str, Any]) -> tuple[int, ...]:
+    """The lengths of rows: as asked, or powers of two up to the context.
+
+    Raises ValueError for one beyond the context.
+    """
+    from longctx_patch.recipes.evaluated import config_of, reach_of
+
+    asked, context = options["lengths"], options["context"] or reach_of(tuned)
+    if not asked:
+        if context is None:
+            raise ValueError("the model reaches any length: give --lengths 4K,16K,64K.")
+        powers = (2**n for n in range(context.bit_length()))
+        first = min(SHORTEST, context // 8)
+        asked = (*(length for length in powers if length >= max(first, 2)), context)
+    longest = max(asked)
+    if options["context"] and longest > options["context"]:
+        raise ValueError(
+            f"--context {options['context']} and a row of {longest} tokens (--lengths): the "
+            "context is at least as long as the longest row."
+        )
+    config_of(tuned.with_(seq_len=options["context"] or longest))  # refuses what is beyond it
+    return tuple(sorted({*asked}))
+
+
+class World(NamedTuple):
+    """The processes, and how they share rows and weights."""
+
+    num_processes: int
+    ulysses: int
+    ring: int
+    is_sharded: bool
+    """Whether each process holds a part of the weights only (FSDP2)."""
+
+
+def _world(
+    models: Sequence["Evaluated"], run: tuple[int, int] | None, options: dict[str, Any]
+) -> World:
+    """As asked, else all GPUs, with the degrees of the run where it had as many.
+
+    Raises ValueError for more GPUs than there are, and for weights that don't fit into them.
+    """
+    import torch
+
+    from longctx_patch.recipes.evaluated import config_of
+
+    cpu, there = options["cpu"], torch.cuda.device_count()
+    number = options["num_processes"] or (math.prod(run or (1,)) if cpu else there)
+    if not cpu and not 0 < number <= there:
+        raise ValueError(
+            f"{number or 'no'} GPU(s) to evaluate on, and torch finds {there} here: `longctx "
+            "doctor` says what is missing. Give fewer --num-processes, or --cpu."
+        )
+    configs = [config_of(each) for each in models]
+    ulysses, ring = _degrees(configs, number, run, options)
+    degrees = LongContextConfig(ulysses_degree=ulysses, ring_degree=ring)
+    for config in configs:
+        check_model_config(config, degrees)
+    sharded = [_is_sharded(*each, number, cpu=cpu) for each in zip(models, configs, strict=True)]
+    return World(number, ulysses, ring, any(sharded))
+
+
+def _degrees(
+    configs: Sequence[Any], number: int, run: tuple[int, int] | None, options: dict[str, Any]
+) -> tuple[int, int]:
+    """As asked, as the run had them, or Ulysses as far as it divides the heads of all models."""
+    from longctx_patch.choose.degrees import most_ulysses
+    from longctx_patch.cli.degree_options import asked_degrees
+
+    asked = {name: options[name] for name in ("ulysses", "ring")}
+    if any(asked.values()):
+        _, way = asked_degrees(num_ranks=number, sequence_degree=None, **asked)
+        assert way is not None
+        return way.ulysses, way.ring
+    if run and number % math.prod(run) == 0:
+        return run
+    heads = math.gcd(*(ModelFacts.of(config).num_kv_heads for config in configs))
+    way = most_ulysses(number, num_kv_heads=heads, gpus_per_node=number)
+    return way.ulysses, way.ring
+
+
+def _is_sharded(model: "Evaluated", config: Any, number: int, *, cpu: bool) -> bool:
+    """Whether the weights don't fit whole. Raises ValueError where they don't fit at all, by an
+    estimate that leaves some memory to the rows, whose need is not predicted."""
+    from longctx_patch.recipes.evaluated import num_bytes
+
+    memory, taken = memory_of_each(number, cpu=cpu), num_bytes(model, config, on_cpu=cpu)
+    if taken <= ROOM * memory:
+        return False
+    what = (
+        f"{model.label} has {size_text(taken)} of weights, and each of {number} process(es) has "
+        f"{size_text(memory)} of memory"
+    )
+    if cpu or taken > ROOM * memory * number:
+        raise ValueError(f"{what}: they don't fit. Use more GPUs, or ones with more memory.")
+    if model.adapter:
+        merge = shlex.join(["longctx", "merge", model.adapter])
+        raise ValueError(f"{what}: the base of an adapter is not sharded here. First `{merge}`.")
+    return True
+
+
+def memory_of_each(number: int, *, cpu: bool) -> float:
+    """Bytes that a process may have: of the smallest GPU, or its share of this machine's. Endless
+    where the driver doesn't say. Sets up no GPU, since this process is to be forked."""
+    import psutil
+
+    from longctx_patch.diagnosis.gpus import nvidia_smi
+
+    if cpu:
+        return float(psutil.virtual_memory().available / number)
+    said = nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits") or ""
+    return min((float(size) * 2**20 for size in said.split() if size.isdigit()), default=math.inf)
+
+
+def _folder(target: str, tuned: "Evaluated", asked: Path | None) -> Path:
+    """--out; else RUN/eval or ./eval-NAME, with a number behind it where there is one already."""
+    if asked is not None:
+        if asked.exists() and (not asked.is_dir() or any(asked.iterdir())):
+            raise ValueError(f"--out {str(asked)!r} holds files. Give a new or empty folder.")
+        return asked.expanduser().resolve()
+    first = Path(target).expanduser() / "eval" if tuned.is_run else Path(f"eval-{tuned.label}")
+    others = (first.with_name(f"{first.name}-{number}") for number in count(2))
+    return next(place for place in chain([first], others) if not place.exists()).resolve()
+
+
+def start(decided: Decided, *, waits: bool) -> None:
+    """Check what is asked against the data, write it, and evaluate in processes of this machine;
+    `waits`: only say how they are started.
+
+    Raises ValueError for what the processes would refuse; nothing is written then.
+    """
+    import torch
+
+    from longctx_patch.recipes.evaluate import refusal
+
+    launch, folder = yaml.safe_load(decided.launch_yaml), decided.folder
+    limit_threads(launch)
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads))  # torch is here already, and the processes fork from it
+    forks = import_shared("evaluate")
+    # Not in this process, which is to be forked without the threads that readers of data start.
+    with ProcessPoolExecutor(1, get_context("fork" if forks else "spawn")) as pool:
+        if problem := pool.submit(refusal, decided.settings).result():
+            raise ValueError(problem)
+    decided.settings.write(folder)
+    (file := folder / "accelerate.yaml").write_text(decided.launch_yaml, encoding="utf-8")
+    if waits:
+        words = ["accelerate", "launch", "--config_file", str(file)]
+        words += ["-m", "longctx_patch.recipes.evaluate", str(folder)]
+        return click.echo(f"Written to {folder}. Start it:\n\n  {shlex.join(words)}")
+    start_processes(launch, "evaluate", [str(folder)], forks=forks)
+
+
+def _show(folder: Path, *, as_json: bool) -> None:
+    """Print the table, or what scores.json holds, and draw the picture where matplotlib is there.
+    Where they are written is said on stderr."""
+    from longctx_patch.cli.eval_result import draw, read_result, table
+    from longctx_patch.recipes.evaluate import SCORES_FILE
+
+    found = read_result(file := folder / SCORES_FILE)
+    click.echo(file.read_text(encoding="utf-8") if as_json else table(found), nl=not as_json)
+    missing = " (no picture: pip install longctx-patch[draw])"
+    if find_spec("matplotlib") is not None:
+        missing = ""
+        draw(found, folder / "scores.png")
+    click.echo(f"Written to {folder}{missing}", err=True)

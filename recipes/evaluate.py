@@ -1,0 +1,235 @@
+"""Evaluate models on long contexts, over the processes of a launcher.
+
+`longctx eval MODEL --out FOLDER` checks what is asked, writes it into FOLDER and starts this; with
+`--dry-run` it is left to you, on several machines too:
+
+    accelerate launch --config_file FOLDER/accelerate.yaml -m longctx_patch.recipes.evaluate FOLDER
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers.utils.logging import disable_progress_bar
+
+from longctx_patch import patch
+from longctx_patch.checkpoints.files import write_whole
+from longctx_patch.evaluation.evaluate import ContextEvaluation, evaluate_context
+from longctx_patch.evaluation.tasks import TASKS, Sources, make_samples, read_questions
+from longctx_patch.hf.model.rope_facts import reachable_length
+from longctx_patch.plugin import close_accelerator, make_accelerator
+from longctx_patch.plugin.accelerator import shard_frozen
+from longctx_patch.recipes import models
+from longctx_patch.recipes.data.text_reading import TextReading, documents_of
+from longctx_patch.recipes.evaluated import Evaluated, config_of, load, with_dtype
+from longctx_patch.recipes.launch import one_message
+from longctx_patch.recipes.quiet import quiet_libraries
+from longctx_patch.recipes.settings import parallelism_of
+from longctx_patch.recipes.text_sources import stream_of
+from longctx_patch.rules.names import require_choice
+
+ASKED_FILE, SCORES_FILE = "asked.json", "scores.json"
+FILES = ("essays", "squad", "hotpotqa", "english_words")
+"""Options that name a file of RULER's data."""
+RULER = "ruler"
+"""A name for all of its tasks."""
+MOST_TEXTS = 16
+"""Documents whose losses are averaged: more hardly change the means."""
+MOST_CHARACTERS = 2**23
+"""Of the user's text as haystack, which is repeated where a row is longer."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalSettings:
+    """What is evaluated, on which models."""
+
+    models: Sequence[Evaluated]
+    lengths: tuple[int, ...]
+    tasks: tuple[str, ...]
+    depths: tuple[float, ...]
+    """In percent; none: as each task has them."""
+    samples: int
+    """Of each task, length and depth."""
+    text: Sequence[str]
+    """Sources of held-out text."""
+    text_field: str
+    longppl: bool
+    seed: int
+    essays: str = ""
+    squad: str = ""
+    hotpotqa: str = ""
+    english_words: str = ""
+    """Files of RULER's own data, where there are some."""
+    questions: str = ""
+    """A file of the user's own, with their answers."""
+
+    @classmethod
+    def read(cls, folder: Path) -> "EvalSettings":
+        """What was written into a folder."""
+        found = json.loads((folder / ASKED_FILE).read_text(encoding="utf-8"))
+        found["models"] = [Evaluated(**model) for model in found["models"]]
+        return cls(**found)
+
+    def write(self, folder: Path) -> None:
+        """Write it into a folder, which is made."""
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(dataclasses.asdict(self), indent=2)
+        (folder / ASKED_FILE).write_text(text + "\n", encoding="utf-8")
+
+    def asked(self, model: Evaluated, tokenizer: Any) -> ContextEvaluation:
+        """The same as the library takes it. Raises ValueError where the data don't fit."""
+        longest = max(self.lengths)
+        return ContextEvaluation(
+            lengths=tuple(self.lengths),
+            texts=long_texts(self.text, TextReading(tokenizer, self.text_field), longest),
+            longppl=self.longppl,
+            tasks=tasks_of(self.tasks),
+            sources=self.sources(),
+            own=tuple(read_questions(Path(self.questions), tokenizer, longest))
+            if self.questions
+            else (),
+            depths=tuple(depth / 100 for depth in self.depths) or None,
+            samples=self.samples,
+            seed=self.seed,
+            label=model.label,
+        )
+
+    def sources(self) -> Sources:
+        """What the tasks' texts are made of."""
+        files = {name: Path(getattr(self, name)) for name in FILES if getattr(self, name)}
+        found = Sources(**files)
+        # Read by the readers of training, for which it need not be one file.
+        vars(found)["own_text"] = joined_text(self.text, self.text_field)
+        return found
+
+
+def joined_text(sources: Sequence[str], text_field: str) -> str | None:
+    """The first documents of the sources, one after another; None without sources."""
+    found, size = list[str](), 0
+    for document in documents_of(sources, text_field):
+        found.append(document)
+        if (size := size + len(document)) > MOST_CHARACTERS:
+            break
+    return "\n\n".join(found) or None
+
+
+def tasks_of(names: Sequence[str]) -> tuple[str, ...]:
+    """The tasks by names of which `ruler` stands for its 13, each once."""
+    each = ([*TASKS][1:] if name == RULER else [name] for name in names)
+    return tuple(dict.fromkeys(chain.from_iterable(each)))
+
+
+def long_texts(
+    sources: Sequence[str], reading: TextReading, length: int
+) -> tuple[tuple[int, ...], ...]:
+    """The first documents of at least `length` tokens, as so many ids each; none without sources.
+
+    Raises ValueError where no document is as long.
+    """
+    if not sources:
+        return ()
+    stream = stream_of(sources, reading)
+    sizes = stream.document_lengths()
+    starts = np.cumsum(sizes) - sizes
+    found = [int(start) for start in starts[sizes >= length][:MOST_TEXTS]]
+    if not found:
+        raise ValueError(
+            f"--text: no document of {length} tokens, the longest row of --lengths; the longest of "
+            f"{len(sizes):,} has {int(sizes.max()):,}. Give longer documents (books, or the files "
+            "of a repository joined into one), or shorter --lengths."
+        )
+    return tuple(tuple(stream.read(start, start + length).tolist()) for start in found)
+
+
+def refusal(settings: EvalSettings) -> str | None:
+    """Why the processes would refuse, in words, as far as it is known without weights."""
+    checked = set[str]()
+    try:
+        for model in settings.models:
+            config, tokenizer = config_of(model), models.load_tokenizer(model)
+            models.check_vocabulary(tokenizer, config)
+            if (place := model.tokenizer or model.model) in checked:
+                continue
+            checked.add(place)
+            asked = settings.asked(model, tokenizer)
+            if (problem := next(iter(asked.problems()), None)) is not None:
+                return problem
+            for task in asked.tasks:
+                check_task(task, asked, tokenizer)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def check_task(task: str, asked: ContextEvaluation, tokenizer: Any) -> None:
+    """Make one sample of each length. Raises ValueError, with the task, where none can be made."""
+    require_choice("--tasks", task, [*TASKS, RULER])
+    try:
+        for length in asked.lengths:
+            depths = asked.depths and asked.depths[:1]
+            make_samples([task], tokenizer, length, 1, asked.seed, depths, asked.sources)
+    except ValueError as error:
+        raise ValueError(f"--tasks {task}: {error}") from error
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Evaluate what a folder asks for; every process of the job runs this."""
+    words = [*(sys.argv[1:] if arguments is None else arguments)]
+    folder = Path(words[0] if len(words) == 1 else "")
+    if not (folder / ASKED_FILE).is_file():
+        raise ValueError(
+            f"{words}: give the folder that `longctx eval MODEL --dry-run` has written."
+        )
+    settings = EvalSettings.read(folder)
+    quiet_libraries()
+    accelerator = make_accelerator(parallelism_of(settings.models[0]))
+    disable_progress_bar()  # a line says what is read
+    results = [result_of(model, settings, accelerator) for model in settings.models]
+    if accelerator.is_main_process:
+        write_scores(folder, results)
+    close_accelerator(accelerator)
+
+
+def write_scores(folder: Path, models: Sequence[Mapping[str, Any]]) -> None:
+    """Write what was found of each model, its `notes` and its `scores`."""
+    text = json.dumps({"models": models}, allow_nan=False, indent=1) + "\n"
+    write_whole(folder / SCORES_FILE, text.encode())
+
+
+def result_of(model: Evaluated, settings: EvalSettings, accelerator: Any) -> dict[str, Any]:
+    """What scores.json says of a model. Collective."""
+    say = partial(_say, accelerator)
+    device = accelerator.device
+    config, tokenizer = config_of(model), models.load_tokenizer(model)
+    asked = settings.asked(model, tokenizer)
+    model = with_dtype(model, config, on_cpu=device.type == "cpu")
+    say(f"{model.label}: reading {model.adapter or model.model} in {model.dtype}")
+    loaded = load(model, config, device, sharded=accelerator.is_fsdp2, say=say)
+    handle = patch(loaded, parallelism_of(model))
+    if accelerator.is_fsdp2:
+        shard_frozen(accelerator, loaded)
+    scores = evaluate_context(handle, tokenizer, asked, say=say)
+    handle.unpatch()
+    reach = reachable_length(config)
+    notes = [f"weights in {model.dtype}"]
+    if reach is not None and reach < max(settings.lengths):
+        notes.append(f"reaches {reach:,} tokens, and is evaluated beyond as it is")
+    place = f"{model.adapter} over {model.model}" if model.adapter else model.model
+    return {"model": place, "notes": notes, "scores": scores.as_json()}
+
+
+def _say(accelerator: Any, text: str) -> None:
+    """On stderr: stdout is for results."""
+    if accelerator.is_main_process:
+        print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    with one_message("evaluate"):
+        main()

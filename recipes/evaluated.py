@@ -1,0 +1,203 @@
+"""The model that is evaluated: of a run, of an output, an adapter over its base, or as published.
+
+It is found from files alone; its weights are read by the processes that evaluate it.
+"""
+
+# setting() returns a dataclasses.field, which ruff cannot see
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from longctx_patch.checkpoints.choosing import complete
+from longctx_patch.checkpoints.names import steps_of, trainer_checkpoints_of
+from longctx_patch.hf.model.auto_class import auto_class
+from longctx_patch.hf.model.load import is_bare_config, load_model_config
+from longctx_patch.hf.model.rope_facts import reach_problem, reachable_length
+from longctx_patch.recipes import models
+from longctx_patch.recipes.model_card import ADAPTER_FILE
+from longctx_patch.recipes.models import TOKENIZER_FILES, WEIGHT_FILES
+from longctx_patch.recipes.run_record import RECORD_FILE, ended_record, settings_file_of
+from longctx_patch.recipes.settings import ModelSettings, Parallelism, parallelism_in, setting
+from longctx_patch.recipes.yaml_file import read_yaml
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluated(Parallelism, ModelSettings):
+    """A model to evaluate."""
+
+    label: str = setting("its name in the results", default="")
+    adapter: str = setting("folder of an adapter over `model`", default="")
+    base: str = setting("what it was trained from", default="")
+    degrees: tuple[int, int] | None = setting("Ulysses and ring of its run", default=None)
+    is_run: bool = setting("whether it is that of a run folder or of an output", default=False)
+
+    def with_(self, **changes: Any) -> "Evaluated":
+        """The same with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether its folder says the RoPE that it was trained with."""
+        return bool(self.base or self.adapter)
+
+
+def find(target: str) -> Evaluated:
+    """The model that a run folder, an output, an adapter's folder or a model's name stands for.
+
+    Raises ValueError where nothing in it can be evaluated.
+    """
+    folder = Path(target).expanduser()
+    if is_bare_config(target):
+        raise ValueError(
+            f"{target} is a config without weights, so there is nothing to evaluate: give a folder "
+            "or a hub name with weights, or the run folder of a model that was trained from it."
+        )
+    settings = settings_file_of(folder)
+    if settings is not None or (folder / RECORD_FILE).is_file():
+        return _of_run(folder, settings)
+    if (folder / ADAPTER_FILE).is_file():
+        return _with_adapter(folder, label=folder.resolve().name)
+    where = str(folder.resolve()) if folder.is_dir() else target
+    return Evaluated(model=where, label=Path(where).name, full=True)
+
+
+def _of_run(folder: Path, settings: Path | None) -> Evaluated:
+    asked = read_yaml(settings) if settings else {}
+    named = asked.get("output") or asked.get("output_dir") or folder / "training"
+    outputs = (folder, Path(str(named)), folder / "training")
+    found = next((place for output in outputs if (place := _newest(output))), None)
+    if found is None:
+        raise ValueError(
+            f"{folder} has no trained model yet: neither final/ nor a checkpoint with weights that "
+            "can be loaded. Train it (`longctx train`), and with save_every if it is to be "
+            "evaluated on the way; trainers under FSDP2 write such weights at the end only."
+        )
+    if not asked:
+        asked = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))["settings"]
+    run = parallelism_in(settings)[0] if settings else None
+    degrees = (run.ulysses_degree, run.ring_degree) if run else None
+    step = (
+        ""
+        if found.name == "final"
+        else f", {(found.parent if found.name == 'model' else found).name}"
+    )
+    checkpoint = found.parent if found.name == "model" else found
+    step = "" if found.name == "final" else f", {checkpoint.name}"
+    label = f"{folder.resolve().name}{step}"
+    if (found / ADAPTER_FILE).is_file():
+        adapter = _with_adapter(found, label=label)
+        return adapter.with_(degrees=degrees, is_run=True)
+    return Evaluated(
+        model=str(found.resolve()),
+        label=label,
+        base=str(asked.get("model", "")),
+        degrees=degrees,
+        is_run=True,
+        full=True,
+    )
+
+
+def _newest(output: Path) -> Path | None:
+    """The folder with the newest trained model: final/ of a run that has ended, else a
+    checkpoint's, else final/."""
+    ours = (each.path / "model" for each in reversed(complete(steps_of(output))))
+    others = (each.path for each in reversed(complete(trainer_checkpoints_of(output))))
+    final = output / "final"
+    places = [final, *ours, *others] if ended_record(output) else [*ours, *others, final]
+    return next((place for place in places if _has_weights(place)), None)
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(any(folder.glob(name)) for name in (*WEIGHT_FILES, ADAPTER_FILE))
+
+
+def _with_adapter(folder: Path, *, label: str) -> Evaluated:
+    content = json.loads((folder / ADAPTER_FILE).read_text(encoding="utf-8"))
+    base = content.get("base_model_name_or_path") or ""
+    if not base or is_bare_config(base):
+        what = "names no base" if not base else f"has {base}, a config without weights, as its base"
+        raise ValueError(
+            f"the adapter in {folder} {what}: it can't be evaluated. Give an adapter over a folder "
+            "or a hub name with weights."
+        )
+    own = any((folder / name).is_file() for name in TOKENIZER_FILES)
+    tokenizer = str(folder.resolve()) if own else ""
+    place = str(folder.resolve())
+    return Evaluated(
+        model=base, adapter=place, base=base, label=label, tokenizer=tokenizer, full=True
+    )
+
+
+def base_of(tuned: Evaluated) -> Evaluated | None:
+    """The model that a run began with, as it was published; None where it had random weights."""
+    if not tuned.base or is_bare_config(tuned.base):
+        return None
+    found = find(tuned.base)
+    label = found.label if found.label != tuned.label else f"{found.label} (base)"
+    # They were trained with one tokenizer, which a base may lack.
+    tokenizer = tuned.tokenizer or tuned.model
+    return found.with_(label=label, tokenizer=tokenizer)
+
+
+def config_of(settings: Evaluated) -> PreTrainedConfig:
+    """The model's config, with the RoPE that it was trained with or that was asked for.
+
+    Raises ValueError for what can't be evaluated, before weights are read.
+    """
+    if not (settings.adapter and (Path(settings.adapter) / "config.json").is_file()):
+        return models.load_config(settings)
+    plain = settings.with_(rope="none", allow_beyond_reach=True)
+    models.load_config(plain)  # refuses a base without weights or without a head
+    config = load_model_config(settings.adapter)
+    if hasattr(config, "quantization_config"):  # the adapter's base was rounded to 4 bits
+        del config.quantization_config
+    problem = None if settings.allow_beyond_reach else reach_problem(config, settings.seq_len)
+    if problem:
+        raise ValueError(problem)
+    return config
+
+
+def load(
+    settings: Evaluated,
+    config: PreTrainedConfig,
+    device: torch.device,
+    *,
+    sharded: bool,
+    say: Callable[[str], object],
+) -> PreTrainedModel:
+    """The model in `settings.dtype`, frozen and in evaluation mode. Collective."""
+    model: Any = models.load_model(settings, config, device, sharded=sharded, say=say)
+    if settings.adapter:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, settings.adapter)
+    model = model.requires_grad_(False).eval()
+    found: PreTrainedModel = model if sharded else model.to(device)
+    return found
+
+
+def with_dtype(settings: Evaluated, config: PreTrainedConfig, *, on_cpu: bool) -> Evaluated:
+    """The settings with `dtype: auto` resolved: float32 on the CPU, 16 bits on GPUs, of which the
+    config's if it names one: their kernels for long rows know no others."""
+    found = models.weights_dtype(config, frozen=True, on_cpu=on_cpu)
+    found = "bfloat16" if found == "float32" and not on_cpu else found
+    return settings if settings.dtype != "auto" else settings.with_(dtype=found)
+
+
+def reach_of(settings: Evaluated) -> int | None:
+    """The longest row that the model's RoPE reaches as it is; None: any."""
+    plain = settings.with_(rope="none", rope_factor=None, allow_beyond_reach=True)
+    return reachable_length(config_of(plain))
+
+
+def num_bytes(settings: Evaluated, config: PreTrainedConfig, *, on_cpu: bool) -> int:
+    """What the model's weights take in the dtype in which they are evaluated."""
+    with torch.device("meta"):
+        model = auto_class(config).from_config(config)
+    dtype = getattr(torch, with_dtype(settings, config, on_cpu=on_cpu).dtype)
+    return int(sum(p.numel() for p in model.parameters()) * dtype.itemsize)

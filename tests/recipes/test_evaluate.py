@@ -1,0 +1,144 @@
+"""`longctx eval`: two processes give one process's numbers, and those of stock transformers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from peft import PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, set_seed
+
+from longctx_patch.cli.main import main as longctx
+from longctx_patch.recipes import evaluate, finetune, sft
+from longctx_patch.recipes.evaluated import find
+from longctx_patch.recipes.metrics import read_metrics
+from longctx_patch.recipes.models import byte_tokenizer
+from longctx_patch.recipes.settings import parse_settings
+from tests.launching import run_module
+from tests.tiny_llama import TINY_LLAMA
+
+LENGTH = 512
+QUESTION = {"context": "3 is 18.", "question": "What is 3?", "answers": "18", "wrong": ["17"]}
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A model that reaches 64 tokens."""
+    set_seed(0)
+    AutoModelForCausalLM.from_config(LlamaConfig(**TINY_LLAMA)).save_pretrained(tmp_path / "base")
+    byte_tokenizer().save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def run(base: Path, text_file: Path, tmp_path: Path) -> Path:
+    """A run that has extended it to 512 by an adapter, of two processes."""
+    words = ["--seq-len", str(LENGTH), "--rope", "yarn", "--gpus", "2", "--cpu", "--ring", "2"]
+    words += ["--data", str(text_file), "--out", str(tmp_path / "run")]
+    done = CliRunner().invoke(longctx, ["patch", str(base), *words])
+    assert done.exit_code == 0, done.output
+    flags = ["--ring", "1", "--max-steps", "2", "--save-every", "1", "--learning-rate", "1e-2"]
+    finetune.main(["--settings", str(tmp_path / "run/finetune.yaml"), *flags])
+    return tmp_path / "run"
+
+
+def scores(folder: Path) -> list[dict[str, Any]]:
+    content = json.loads((folder / evaluate.SCORES_FILE).read_text())
+    return [each["scores"] for each in content["models"]]
+
+
+def loss_of(model: Any, text: Path, length: int) -> float:
+    """The mean loss of stock transformers on the beginning of the text."""
+    ids = AutoTokenizer.from_pretrained(find_tokenizer(text))(text.read_text())["input_ids"]
+    row = torch.tensor([ids[:length]])
+    with torch.no_grad():
+        return float(model(input_ids=row, labels=row).loss)
+
+
+def find_tokenizer(text: Path) -> Path:
+    return text.parent / "base"
+
+
+def test_a_run_beside_its_base(run: Path, base: Path, text_file: Path, tmp_path: Path) -> None:
+    """Over two processes as its launcher starts them, in one process, and by stock transformers."""
+    asked = ["eval", str(run), "--text", str(text_file), "--cpu", "--samples", "2"]
+    (tmp_path / "own.jsonl").write_text(json.dumps(QUESTION) + "\n")
+    asked += ["--questions", str(tmp_path / "own.jsonl"), "--lengths", "320,512", "--json", "--out"]
+    two = run_module(tmp_path, "longctx_patch.cli.main", *asked, str(tmp_path / "two"))
+    assert '"format"' in two
+    words = [*asked, str(tmp_path / "one"), "--num-processes", "1", "--dry-run"]
+    assert CliRunner().invoke(longctx, words).exit_code == 0
+    evaluate.main([str(tmp_path / "one")])
+    ours, alone = scores(tmp_path / "two"), scores(tmp_path / "one")
+    assert [each["label"] for each in ours] == ["base", "run"]
+    final = run / "training/final"
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    tuned = AutoModelForCausalLM.from_pretrained(base, config=AutoConfig.from_pretrained(final))
+    models = [plain, PeftModel.from_pretrained(tuned, final)]
+    for mine, theirs, model in zip(ours, alone, models, strict=True):
+        (loss,) = mine["loss_by_position"]["loss"]
+        assert loss == pytest.approx(theirs["loss_by_position"]["loss"][0], rel=1e-5)
+        assert loss == pytest.approx(loss_of(model, text_file, LENGTH), rel=1e-5)
+        assert mine["tasks"] == theirs["tasks"]
+        assert len(mine["tasks"]["passkey"]["cells"]) == 10
+        (cell,) = mine["tasks"]["questions"]["cells"]
+        assert (cell["length"], cell["samples"]) == (LENGTH, 1)
+    notes = [
+        each["notes"] for each in json.loads((tmp_path / "two/scores.json").read_text())["models"]
+    ]
+    assert "reaches 64 tokens, and is evaluated beyond as it is" in notes[0]
+    assert notes[1] == ["weights in float32"]
+
+
+def test_which_weights_a_run_stands_for(run: Path, base: Path) -> None:
+    found = find(str(run))
+    assert found.adapter == str((run / "training/final").resolve())
+    assert (found.model, found.degrees) == (str(base), (1, 2))
+    record = run / "training/settings.json"
+    content = json.loads(record.read_text())
+    record.write_text(json.dumps(content | {"ended": False}))  # as while it goes on
+    assert find(str(run)).adapter.endswith("checkpoints/step_000002/model")
+    assert find(str(run)).label == "run, step_000002"
+    assert find(str(run / "training")).adapter.endswith("checkpoints/step_000002/model")
+    assert find(str(run / "training/final")).model == str(base)
+    for path in (run / "training").rglob("adapter_config.json"):
+        path.unlink()
+    for path in (run / "training").rglob("*.safetensors"):
+        path.unlink()
+    with pytest.raises(ValueError, match="has no trained model yet"):
+        find(str(run))
+
+
+def test_the_context_is_evaluated_during_training(
+    base: Path, text_file: Path, tmp_path: Path
+) -> None:
+    """In the text recipe and in one over TRL, at its steps and at the end; the page draws it."""
+    flags = ["--eval-context-steps", "2", "--eval-context-lengths", "320", "512"]
+    flags += ["--eval-context-samples", "1", "--seq-len", "64", "--max-steps", "3", "--full"]
+    flags += ["--allow-beyond-reach", "--model", str(base)]
+    with pytest.raises(ValueError, match="Did you mean 'passkey'"):
+        parse_settings([*flags, "--text", "x", "--output", "y", "--eval-context-tasks", "passky"])
+    plain = [flag for flag in flags if flag not in flags[:7]]
+    texts = ["--text", str(text_file), "--output"]
+    finetune.main([*plain, *texts, str(tmp_path / "plain")])
+    finetune.main([*flags, *texts, str(tmp_path / "text")])
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"text": text_file.read_text()[:60]}) + "\n")
+    given = ["--use_cpu", "--bf16", "false", "--report_to", "none", "--output_dir"]
+    sft.main([*flags, "--data", str(rows), *given, str(tmp_path / "sft")])
+    assert [line["loss"] for line in read_metrics(tmp_path / "plain")] == [
+        line["loss"] for line in read_metrics(tmp_path / "text")
+    ]  # it changes nothing
+    for output in (tmp_path / "text", tmp_path / "sft"):
+        name = "eval_context/passkey/512"
+        steps = [line["step"] for line in read_metrics(output) if name in line]
+        assert steps == [2, 3]
+        content = json.loads((output / "eval/step-3/scores.json").read_text())
+        (passkey,) = content["models"][0]["scores"]["tasks"].values()
+        assert len(passkey["cells"]) == 10
+        assert CliRunner().invoke(longctx, ["report", str(output)]).exit_code == 0
+        page = (output / "report.html").read_text()
+        assert "Context, passkey" in page
+        assert "Does it use its context?" in page
