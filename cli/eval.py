@@ -15,7 +15,6 @@ import click
 import yaml
 
 from longctx_patch.cli.choice import Choice
-from longctx_patch.cli.patch import ROPE_KINDS
 from longctx_patch.cli.tokens import Tokens
 from longctx_patch.cli.train import import_shared, limit_threads
 from longctx_patch.cli.train import start as start_processes
@@ -23,6 +22,7 @@ from longctx_patch.cli.units import size_text
 from longctx_patch.config import LongContextConfig
 from longctx_patch.hf.model.checks import check_model_config
 from longctx_patch.hf.model.facts import ModelFacts
+from longctx_patch.hf.model.rope_facts import SCALINGS
 from longctx_patch.rules.number_rules import parse_tokens
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def depth(text: str) -> float:
     "--out", type=click.Path(path_type=Path), help="New folder [RUN/eval, or ./eval-NAME]."
 )
 @click.option("--context", type=Tokens(), help="Tokens that a plain model shall reach [its own].")
-@click.option("--rope", type=Choice(ROPE_KINDS), help="RoPE scaling by which it does so.")
+@click.option("--rope", type=Choice(SCALINGS), help="RoPE scaling by which it does so.")
 @click.option("--rope-factor", type=float, help="Its factor [the ratio of the lengths].")
 @click.option(
     "--allow-beyond-reach", is_flag=True, help="Lengths beyond what RUN_OR_MODEL's RoPE reaches."

@@ -305,7 +305,7 @@ def ending_of(failures: Mapping[int, Any], logs: Path) -> str:
     traces = {rank: trace for rank, each in failures.items() if (trace := _trace(each))}
     lines = [
         f"rank {rank} was ended by {each.signal_name()}{_where(each, logs)}{_hint(each)}. "
-        "`--resume` goes on from the newest checkpoint."
+        "A training goes on from its newest checkpoint by `--resume`."
         for rank, each in sorted(signals.items())
     ]
     if traces and not signals:

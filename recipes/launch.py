@@ -18,7 +18,8 @@ from longctx_patch.recipes.memory_report import OutOfMemory
 from longctx_patch.recipes.yaml_file import read_yaml
 
 INTERRUPTED = (
-    "interrupted by Ctrl-C. `--resume` goes on from the newest checkpoint, if one was saved."
+    "interrupted by Ctrl-C. A training goes on from its newest checkpoint by `--resume`, if one "
+    "was saved."
 )
 SECONDS_AFTER_RANK_0 = 15.0
 """How long other processes wait before they repeat a refusal. If rank 0 of their machine refused

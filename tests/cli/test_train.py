@@ -147,7 +147,7 @@ def test_of_other_ends_the_reason_is_shown(tmp_path: Path) -> None:
     killed = failure(tmp_path, 1, -9)
     assert ending_of({1: killed}, tmp_path) == (
         "rank 1 was ended by SIGKILL (often the system, when the host's memory is full). "
-        "`--resume` goes on from the newest checkpoint.\n"
+        "A training goes on from its newest checkpoint by `--resume`.\n"
     )
     told = {"message": "finetune: no", "extraInfo": {"timestamp": "1"}}
     assert ending_of({0: failure(tmp_path, 0, 1, told)}, tmp_path) == ""
