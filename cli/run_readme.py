@@ -50,6 +50,12 @@ documents{as_here}.
 
 writes one HTML page about the run, also while it goes on, and says how to go on: {after}
 
+```
+{evaluate}
+```
+
+shows whether the newest weights use their context, beside the base model; the page then has it too.
+
 ## What was decided
 
 | | | why |
@@ -131,6 +137,9 @@ def render_readme(decisions: Decisions) -> str:
         degree=decisions.sequence_degree,
         verify=shlex.join(["longctx", "verify", str(decisions.options.folder)]),
         report=shlex.join(["longctx", "report", str(decisions.options.folder)]),
+        evaluate=shlex.join(
+            ["longctx", "eval", str(decisions.options.folder), *["--cpu"] * decisions.options.cpu]
+        ),
         after=_after(decisions),
         table="\n".join(f"| {' | '.join(map(cell, row))} |" for row in table(decisions)),
         logits=size_text(decisions.tokens_per_gpu * settings.batch_size * facts.vocab_size * 4),

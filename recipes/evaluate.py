@@ -7,6 +7,7 @@
 """
 
 import dataclasses
+import hashlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,12 +23,11 @@ from longctx_patch import patch
 from longctx_patch.checkpoints.files import write_whole
 from longctx_patch.evaluation.evaluate import ContextEvaluation, evaluate_context
 from longctx_patch.evaluation.tasks import TASKS, Sources, make_samples, read_questions
-from longctx_patch.hf.model.rope_facts import reachable_length
 from longctx_patch.plugin import close_accelerator, make_accelerator
 from longctx_patch.plugin.accelerator import shard_frozen
 from longctx_patch.recipes import models
 from longctx_patch.recipes.data.text_reading import TextReading, documents_of
-from longctx_patch.recipes.evaluated import Evaluated, config_of, load, with_dtype
+from longctx_patch.recipes.evaluated import Evaluated, config_of, load, notes_of, with_dtype
 from longctx_patch.recipes.launch import one_message
 from longctx_patch.recipes.quiet import quiet_libraries
 from longctx_patch.recipes.settings import parallelism_of
@@ -191,6 +191,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     accelerator = make_accelerator(parallelism_of(settings.models[0]))
     disable_progress_bar()  # a line says what is read
     results = [result_of(model, settings, accelerator) for model in settings.models]
+    for each in results[:-1]:  # the last is the one that others stand beside
+        if each["vocabulary"] != results[-1]["vocabulary"]:
+            each["notes"].append("has another tokenizer, so its losses don't compare")
     if accelerator.is_main_process:
         write_scores(folder, results)
     close_accelerator(accelerator)
@@ -216,12 +219,18 @@ def result_of(model: Evaluated, settings: EvalSettings, accelerator: Any) -> dic
         shard_frozen(accelerator, loaded)
     scores = evaluate_context(handle, tokenizer, asked, say=say)
     handle.unpatch()
-    reach = reachable_length(config)
-    notes = [f"weights in {model.dtype}"]
-    if reach is not None and reach < max(settings.lengths):
-        notes.append(f"reaches {reach:,} tokens, and is evaluated beyond as it is")
-    place = f"{model.adapter} over {model.model}" if model.adapter else model.model
-    return {"model": place, "notes": notes, "scores": scores.as_json()}
+    return {
+        "model": f"{model.adapter} over {model.model}" if model.adapter else model.model,
+        "notes": [*notes_of(model, config, max(settings.lengths))],
+        "vocabulary": vocabulary_digest(tokenizer),
+        "scores": scores.as_json(),
+    }
+
+
+def vocabulary_digest(tokenizer: Any) -> str:
+    """Equal for tokenizers whose losses by token compare."""
+    words = sorted(tokenizer.get_vocab().items())
+    return hashlib.sha256(repr(words).encode()).hexdigest()[:16]
 
 
 def _say(accelerator: Any, text: str) -> None:

@@ -6,7 +6,7 @@ It is found from files alone; its weights are read by the processes that evaluat
 # setting() returns a dataclasses.field, which ruff cannot see
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +193,17 @@ def reach_of(settings: Evaluated) -> int | None:
     """The longest row that the model's RoPE reaches as it is; None: any."""
     plain = settings.with_(rope="none", rope_factor=None, allow_beyond_reach=True)
     return reachable_length(config_of(plain))
+
+
+def notes_of(settings: Evaluated, config: PreTrainedConfig, longest: int) -> Iterator[str]:
+    """What a reader of the scores has to know of the model. `longest`: tokens of a row."""
+    yield f"weights in {settings.dtype}"
+    reach = reachable_length(config)
+    if reach is not None and reach < longest:
+        yield f"reaches {reach:,} tokens, and is evaluated beyond as it is"
+    file = Path(settings.adapter) / "config.json" if settings.adapter else None
+    if file and file.is_file() and "quantization_config" in json.loads(file.read_text()):
+        yield "trained over weights rounded to 4 bits, and evaluated over the ones that were not"
 
 
 def num_bytes(settings: Evaluated, config: PreTrainedConfig, *, on_cpu: bool) -> int:

@@ -57,7 +57,8 @@ def test_the_run_folder_trains_and_verifies(
     assert "Rows are packed" in readme
     assert "with `--resume`, added to its own command" in readme
 
-    start, launch, verify, report = commands(folder)
+    start, launch, verify, report, evaluate = commands(folder)
+    assert evaluate == f"{report.replace('report', 'eval')} --cpu"
     assert start in result.output
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
