@@ -14,6 +14,7 @@ from longctx_patch.hf.model.supported import FAMILIES
 from longctx_patch.memory.policies import POLICIES
 from longctx_patch.recipes import models
 from longctx_patch.recipes.mixture import read_mixture
+from longctx_patch.recipes.settings import Settings
 
 
 def table(decisions: Decisions) -> list[tuple[str, str, str]]:
@@ -44,6 +45,7 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
         *recurrent_rows(decisions.model_config, settings.sequence_parallelism(), settings.seq_len),
         *([] if decisions.options.cpu else kernel_rows(decisions.model_config)),
         *_rows_per_step(decisions),
+        *_stages(decisions.settings),
         ("shards", f"{decisions.tokens_per_gpu} tokens per {unit}", sequences),
         (
             "layout",
@@ -88,6 +90,15 @@ def _rows_per_step(decisions: Decisions) -> list[tuple[str, str, str]]:
     option = "--rows-per-step" if options.tokens_per_step is None else "--tokens-per-step"
     why = f"{option}: {at_once} at once x {forwards} (gradient_accumulation_steps)"
     return [("rows per step", f"{options.step_rows}, of {tokens:,} tokens in all", why)]
+
+
+def _stages(settings: Settings) -> list[tuple[str, str, str]]:
+    if not settings.stages:
+        return []
+    said = "; ".join(map(str, settings.length_stages))
+    forwards = ", ".join(str(of.gradient_accumulation_steps) for of in settings.of_stages())
+    why = f"about as many tokens a step: gradient_accumulation_steps {forwards}"
+    return [("stages", said, why)]
 
 
 def _attention_kept(share: float) -> list[tuple[str, str, str]]:

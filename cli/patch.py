@@ -130,6 +130,11 @@ class OneModel(click.Command):
     help="Shares of long and short documents, packed: prolong, olmo3, or long=0.6,short=0.4.",
 )
 @click.option(
+    "--stages",
+    default="",
+    help="Row lengths in stages, each with its steps: 16K:200,64K:100; --seq-len is the longest.",
+)
+@click.option(
     "--eval-data", multiple=True, help="What to evaluate on, of the same kind: DATASET:test."
 )
 @click.option("--text-field", default="text", help="Field of a record that is its text [text].")

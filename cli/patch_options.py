@@ -47,6 +47,7 @@ class PatchOptions:
     eval_data: Sequence[str]
     data_shares: Sequence[float]
     mixture: str
+    stages: str
     text_field: str
     allow_dropped: bool
     too_long: TooLong | None

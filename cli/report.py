@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Iterable, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 
@@ -94,27 +95,34 @@ def _context(data: RunData) -> Iterable[str]:
 def _charts(data: RunData) -> Iterable[str]:
     series = data.series
     losses = {name: series[name] for name in ("loss", "eval_loss") if name in series}
-    yield from _chart("Loss", losses)
+    draw = partial(_chart, lengths=data.lengths)
+    yield from draw("Loss", losses)
     for title, name in (
         ("Learning rate", "learning_rate"),
         ("Gradient norm, before clipping", "grad_norm"),
         ("Tokens per second, all devices", "tokens_per_second"),
     ):
-        yield from _chart(title, {name: series[name]} if name in series else {})
+        yield from draw(title, {name: series[name]} if name in series else {})
     context: dict[str, dict[str, Points]] = {}
     for name in series:
         if name.startswith(CONTEXT):
             _, what, *where = name.split("/")
             context.setdefault(what, {})["/".join(where) or what] = series[name]
     for what, curves in context.items():
-        yield from _chart(f"Context, {what}", curves)
+        yield from draw(f"Context, {what}", curves)
     memory = [(step, value / GIB) for step, value in series.get(MEMORY, ())]
     planned = data.planned_bytes / GIB if data.planned_bytes else None
-    yield from _chart("Memory, GiB at most", {"peak": memory} if memory else {}, planned=planned)
+    yield from draw("Memory, GiB at most", {"peak": memory} if memory else {}, planned=planned)
 
 
-def _chart(title: str, curves: dict[str, Points], planned: float | None = None) -> Iterable[str]:
-    """A drawing of curves over the same axes; nothing without values."""
+def _chart(
+    title: str,
+    curves: dict[str, Points],
+    planned: float | None = None,
+    lengths: Sequence[tuple[int, int]] = (),
+) -> Iterable[str]:
+    """A drawing of curves over the same axes; nothing without values. Dotted lines are
+    where rows of another length begin."""
     if not curves:
         return
     everything = [point for points in curves.values() for point in points]
@@ -131,6 +139,7 @@ def _chart(title: str, curves: dict[str, Points], planned: float | None = None) 
 
     said = "; ".join(f"{name} {points[-1][1]:.6g} at the end" for name, points in curves.items())
     said += "" if planned is None else f"; planned {planned:.6g}"
+    said += "".join(f"; rows of {size:,} from step {step}" for step, size in lengths)
     yield f"<figure><figcaption><b>{escape(title)}</b>: {escape(said)}</figcaption>"
     yield f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img">'
     yield from _axes((x0, x1), (y0, y1))
@@ -142,6 +151,12 @@ def _chart(title: str, curves: dict[str, Points], planned: float | None = None) 
             x, y = place(step, value)
             label = f"{name}, step {step:g}: {value!r}"
             yield f'<circle cx="{x}" cy="{y}" r="2" fill="{colour}"><title>{label}</title></circle>'
+    for step, seq_len in lengths:
+        if not x0 <= step <= x1:
+            continue
+        x, text = place(step, y0)[0], f"rows of {seq_len:,} tokens from step {step}"
+        dotted = f'y1="8" y2="{HEIGHT - BOTTOM}" stroke="#4d5866" stroke-dasharray="1 3"'
+        yield f'<line x1="{x}" x2="{x}" {dotted}><title>{text}</title></line>'
     if planned is not None:
         y = place(x0, planned)[1]
         dashed = 'stroke="#4d5866" stroke-dasharray="5 4"'

@@ -32,6 +32,8 @@ class RunData:
     folder: Path
     series: Mapping[str, Points]
     """Finite values of each metric that is shown."""
+    lengths: Sequence[tuple[int, int]]
+    """(first step, tokens of its rows) of each stage of a run whose rows change their length."""
     settings: Mapping[str, Any]
     start: Mapping[str, float]
     """Seconds of each stage of the last start, as far as it is known."""
@@ -83,6 +85,7 @@ def read_run(run: Path) -> RunData:
     return RunData(
         folder=run,
         series=series,
+        lengths=_lengths(lines),
         settings=settings,
         start=_json(output / START_FILE).get("seconds", {}),
         decided=plan.get("decided", ()),
@@ -124,6 +127,18 @@ def _series(lines: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Points], list
         first, last = min(slow), max(slow)
         odd.append(f"Seen {len(slow)} times, in steps {first} to {last}: {slow[last]}.")
     return {name: sorted(points.items()) for name, points in found.items() if points}, odd
+
+
+def _lengths(lines: Iterable[Mapping[str, Any]]) -> list[tuple[int, int]]:
+    """Where rows of each length begin; nothing where all are alike."""
+    found = list[tuple[int, int]]()
+    for line in lines:
+        step, seq_len = line.get("step"), line.get("seq_len")
+        if not (isinstance(step, int) and isinstance(seq_len, int)):
+            continue
+        if not found or found[-1][1] != seq_len:
+            found.append((step, seq_len))
+    return found if len(found) > 1 else []
 
 
 def _state(

@@ -48,9 +48,13 @@ def _of_text(file: Path) -> SeenData:
     settings = parse_settings(["--settings", str(file)])
     config, tokenizer = models.load_config(settings), models.load_tokenizer(settings)
     models.check_vocabulary(tokenizer, config)
-    rows = rows_of_run(settings, tokenizer)
-    documents = rows.stream.document_lengths()
-    facts = {"train": _text_facts(rows, documents)}
+    facts = {}
+    for stage, of_stage in zip(settings.length_stages, settings.of_stages(), strict=True):
+        found = rows_of_run(of_stage, tokenizer)
+        documents = found.stream.document_lengths()
+        facts[f"train, {stage}" if settings.stages else "train"] = _text_facts(found, documents)
+        if stage.seq_len == settings.seq_len:
+            rows = found
     evaluation = evaluation_rows(settings, tokenizer)
     if evaluation is not None:
         facts["eval"] = _text_facts(evaluation, evaluation.stream.document_lengths())

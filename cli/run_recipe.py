@@ -65,11 +65,12 @@ def choose_task(options: PatchOptions) -> Task:
             f"--too-long {options.too_long} with plain text: rows are cut from the joined text. "
             "Leave it out; or add --sft, where each record is a row."
         )
-    if recipe != "finetune" and options.mixture:
-        raise ValueError(
-            f"--mixture {options.mixture} with records of the recipe {recipe}: it weighs documents "
-            "of plain text by their length. Leave it out, and weigh sources: --data-shares."
-        )
+    for name in ("mixture", "stages"):
+        if recipe != "finetune" and (asked_for := getattr(options, name)):
+            raise ValueError(
+                f"--{name} {asked_for} with the recipe {recipe}: it is for plain text. Leave it "
+                "out; --data-shares weighs sources."
+            )
     only = options.train_on == "assistant" or (options.train_on is None and kind == "chat")
     return Task(recipe, only and asked != "dpo")
 

@@ -207,7 +207,8 @@ def read_inputs(settings: Settings, accelerator: Any, stages: Stages) -> Inputs:
     if settings.num_train_epochs:
         steps = math.ceil(settings.num_train_epochs * data.steps_of_epoch)
         settings = dataclasses.replace(settings, max_steps=steps)
-    for name, rows in (("train data", data.rows), ("eval data", data.evaluation)):
+    each = [("train data", stage.rows) for stage in data.stages]
+    for name, rows in (*each, ("eval data", data.evaluation)):
         if rows is not None:
             rows.say_losses(name, allowed=settings.allow_dropped, say=accelerator.print)
     run = fingerprint(
@@ -250,8 +251,8 @@ def begin(job: Job, accelerator: Any, checkpoint: Path | None) -> None:
     check_weights(job.state.model, accelerator.device)
     fused = f"fused layers: {job.fused.how} ({job.fused.why})"
     accelerator.print(f"{fused}\nweights: {settings.dtype}")
-    if job.data.rows.summary:
-        accelerator.print(job.data.rows.summary)
+    if job.data.summary:
+        accelerator.print(job.data.summary)
 
 
 def keeper_of(job: Job, accelerator: Any, watchdog: Watchdog) -> Keeper:
@@ -292,6 +293,8 @@ def go_through_steps(
     replicas, first = ReplicaCheck(state.model, state.step), state.step + 1
     for _ in train_steps(job, accelerator, pace, stop, numbers):
         watchdog.done(state.step)
+        if any(state.step == stage.of.first for stage in job.data.stages):
+            watchdog.enter("start")  # the next rows have another length, and take another time
         replicas.after_step(state.step)
         keeper.look()
         if state.step == first:
@@ -315,7 +318,7 @@ def model_card(settings: Settings, config: Any, processes: int) -> Card:
         data=settings.text,
         training={
             "packed": "yes" if settings.pack else "no",
-            **({"mixture": settings.mixture} if settings.mixture else {}),
+            **{name: said for name in ("mixture", "stages") if (said := getattr(settings, name))},
             "processes": str(processes),
             "learning rate": f"{settings.learning_rate:g}, {settings.scheduler}",
         },
@@ -358,7 +361,7 @@ def train_steps(
     # The plans of a step's batches are made during the step before it.
     ahead = handle.plan_ahead(
         micro_batches(data, range(state.step, settings.max_steps)),
-        depth=settings.gradient_accumulation_steps,
+        depth=max(stage.order.accumulation for stage in data.stages),
     )
     steps = FiniteSteps(
         state.optimizer,
@@ -368,7 +371,8 @@ def train_steps(
     )
     sentinel = Sentinel(handle, state.model)
     while state.step < settings.max_steps:
-        batches = list(islice(pace.loading(ahead), settings.gradient_accumulation_steps))
+        num_forwards = data.at(state.step).order.accumulation
+        batches = list(islice(pace.loading(ahead), num_forwards))
         values = train_step(
             accelerator,
             state,
@@ -394,7 +398,7 @@ def train_steps(
             "layers_offloaded": handle.checkpointing.num_offloaded_layers,
             "mlp_tiles": max(handle.mlp_tiles),
         }
-        metrics.write(**values, **data.metrics(), **kept)
+        metrics.write(**values, **data.metrics(state.step - 1), **kept)
         speed = f"{values['tokens_per_second']:.0f}"
         bar.set_postfix(loss=f"{values['loss']:.4f}", tok_s=speed, refresh=False)
         bar.update()

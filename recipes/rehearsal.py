@@ -13,8 +13,13 @@ from longctx_patch.recipes.train_step import gradients_stay_local
 
 
 def check_memory(accelerator: Any, state: TrainState, handle: PatchHandle, data: Data) -> None:
-    """Rehearse a step with three layers on a GPU, and print the memory predicted for all layers."""
-    batch = next(micro_batches(data, range(state.step, state.step + 1)))
+    """Rehearse a step with three layers on a GPU, and print the memory predicted for all layers.
+
+    The step is of the longest rows that are still to come, so that no later stage is out of memory.
+    """
+    stage = data.longest(state.step)
+    step = max(state.step, stage.of.first)
+    batch = next(micro_batches(data, range(step, step + 1)))
     batch = {name: value.to(accelerator.device) for name, value in batch.items()}
     tokens = count_valid_tokens([batch])
 
@@ -29,7 +34,7 @@ def check_memory(accelerator: Any, state: TrainState, handle: PatchHandle, data:
             loss,
             accelerator.backward,
             has_optimizer_states=goes_on,
-            num_forwards=data.order.accumulation,
+            num_forwards=stage.order.accumulation,
         )
     if found is not None:
         accelerator.print(f"memory: {found}")

@@ -21,6 +21,7 @@ from longctx_patch.evaluation.tasks import TASKS
 from longctx_patch.health.finite import check_guard_settings
 from longctx_patch.health.limits import TimeLimits
 from longctx_patch.hf.layers.fused_layers import FusedLayersName
+from longctx_patch.recipes.lengths import LengthStage, read_stages, stages_text
 from longctx_patch.recipes.mixture import read_mixture
 from longctx_patch.recipes.saving.output import ResumeName, resume_name
 from longctx_patch.recipes.settings_file import (
@@ -310,6 +311,11 @@ class Settings(Parallelism, _Text, ModelSettings):
     warmup_steps: int = setting("steps of linear warm-up", default=0)
     weight_decay: float = setting("AdamW's weight decay", default=0.0)
     max_steps: int = setting("optimizer steps", default=100)
+    stages: str = setting(
+        "row lengths in stages, each with its steps: 16K:200,64K:100; they decide seq_len (the "
+        "longest) and max_steps",
+        default="",
+    )
     num_train_epochs: float = setting(
         "passes over the rows, which then decide max_steps; 0: max_steps says it", default=0.0
     )
@@ -330,6 +336,7 @@ class Settings(Parallelism, _Text, ModelSettings):
     hub_private: bool = setting("the repository on the hub is made private", default=False)
 
     def __post_init__(self) -> None:
+        self._check_stages()
         self._check_model()
         if not self.output:
             raise ValueError("output is not set. Give --output or 'output:' in the settings.")
@@ -366,15 +373,60 @@ class Settings(Parallelism, _Text, ModelSettings):
             )
         parallelism_of(self)
 
+    def _check_stages(self) -> None:
+        """Raise ValueError for stages that can't be; they decide seq_len and max_steps."""
+        if not self.stages:
+            return
+        stages = read_stages(self.stages)
+        longest = max(stage.seq_len for stage in stages)
+        for name, value, default in (
+            ("seq_len", longest, 0),
+            ("max_steps", stages[-1].last, Settings.max_steps),
+            ("num_train_epochs", 0, 0),
+        ):
+            if getattr(self, name) not in (value, default):
+                fix = f"Give {value} or leave it out" if value else "Leave it out"
+                raise ValueError(
+                    f"{name}={getattr(self, name)} with stages={self.stages!r}, which say it: the "
+                    f"longest rows have {longest} tokens, and there are {stages[-1].last} steps. "
+                    f"{fix}."
+                )
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "stages", stages_text(stages))
+
+    @property
+    def length_stages(self) -> tuple[LengthStage, ...]:
+        """The stages of the run, one where no others are asked for."""
+        if self.stages:
+            return read_stages(self.stages)
+        return (LengthStage(self.seq_len, 0, self.max_steps),)
+
+    def of_stages(self) -> "list[Settings]":
+        """The settings of each stage's rows and their order, which begins anew in each."""
+        forwards = self.gradient_accumulation_steps
+        return [
+            dataclasses.replace(
+                self,
+                stages="",
+                seq_len=stage.seq_len,
+                max_steps=stage.steps,
+                warmup_steps=0,
+                gradient_accumulation_steps=stage.forwards(self.seq_len, forwards),
+                seed=self.seed + number,
+            )
+            for number, stage in enumerate(self.length_stages)
+        ]
+
     def _check_mixture(self) -> None:
         """Raise ValueError for one that can't be; rows of a mixture are packed."""
         if not self.mixture:
             return
-        least = read_mixture(self.mixture).least_of(self.seq_len)
-        if least > self.seq_len:
+        shortest = min(stage.seq_len for stage in self.length_stages)
+        least = read_mixture(self.mixture).least_of(shortest)
+        if least > shortest:
             raise ValueError(
                 f"mixture={self.mixture!r}: documents are long from {least:,} tokens, and a row "
-                f"holds {self.seq_len:,}. Give a smaller from=, or longer rows: --seq-len."
+                f"holds {shortest:,}. Give a smaller from=, or longer rows: --seq-len or --stages."
             )
         for name in ("data_shares", "one_document_per_row"):
             if getattr(self, name):

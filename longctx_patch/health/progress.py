@@ -23,8 +23,9 @@ class At(NamedTuple):
     """What another thread does meanwhile, in words."""
 
     def __str__(self) -> str:
+        ends = f"step {self.step + 1}, the first of its length" if self.step else "the first step"
         words = {
-            "start": "the start, before the end of the first step",
+            "start": f"the start, before the end of {ends}",
             "step": f"step {self.step}",
             "evaluate": f"an evaluation after step {self.step}",
             "save": f"saving after step {self.step}",
@@ -56,7 +57,10 @@ class Progress:
         return self._at
 
     def enter(self, phase: Phase) -> None:
+        """Enter a phase. A start forgets how long steps took: those to come differ."""
         with self._lock:
+            if phase == "start":
+                self._steps_s.clear()
             step = self._at.step + (phase == "step") - (self._at.phase == "step")
             self._change(At(phase, step, self._now()))
 

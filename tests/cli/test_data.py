@@ -213,13 +213,34 @@ def test_a_mixture_of_long_and_short_documents(job: Path) -> None:
     found = invoke(job, source, "--mixture", "olmo3")
     assert "documents are long from 8,192 tokens, and a row holds 96" in found.output
     found = invoke(job, f"--data={job}/chats.jsonl", "--mixture", "prolong")
-    assert "--mixture prolong with records of the recipe sft" in found.output
+    assert "--mixture prolong with the recipe sft" in found.output
     said = patch(job, source, "--mixture", "prolong")
     assert re.search(r"mixture +long 60%, short 40% .*long from 96 \(ProLong, arXiv", said)
     said = data(str(job / "run"), "--no-color").output
     names = (r"long \(2 documents of 96 tokens or more\)", r"short \(37 documents, 2 rests of .*\)")
     shares = [re.search(rf"{name} +([\d.]+)% +of the tokens, ", said) for name in names]
     assert [float(each[1]) for each in shares if each] == pytest.approx([60, 40], abs=5)
+
+
+def test_stages_of_growing_rows(job: Path) -> None:
+    """Each stage's rows, by the rule that steps have about as many tokens."""
+    source = f"--data={job}/texts.jsonl"
+    found = invoke(job, source, "--stages", "32:3,64:2")
+    assert "seq_len=96 with stages='32:3,64:2', which say it: the longest rows have 64" in (
+        " ".join(found.output.split())
+    )
+    found = invoke(job, f"--data={job}/pairs.jsonl", "--dpo", "--stages", "32:3,96:2")
+    assert "--stages 32:3,96:2 with the recipe dpo: it is for plain text" in found.output
+    said = patch(job, source, "--stages", "32:3,96:2")
+    assert "steps 1 to 3: rows of 32 tokens; steps 4 to 5: rows of 96 tokens" in said
+    assert "gradient_accumulation_steps 3, 1" in said
+    found = data(str(job / "run"), "--no-color", "--rows", "1")
+    counts = [
+        re.search(rf"train, {stage}:\n.*\n +rows +([\d,]+) ", found.output)
+        for stage in ("steps 1 to 3: rows of 32 tokens", "steps 4 to 5: rows of 96 tokens")
+    ]
+    tokens = sum(len(row["text"].split()) + 1 for row in rows("text", 8, 4))
+    assert [int(count[1]) for count in counts if count] == [tokens // 32, tokens // 96]
 
 
 def words_of(*names: str) -> list[int]:

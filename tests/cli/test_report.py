@@ -268,3 +268,20 @@ def test_long_curves_are_thinned_and_keep_their_extremes(tmp_path: Path) -> None
     assert len(drawn) <= MOST_POINTS + 2
     assert (drawn[1235], drawn[4322]) == (99.0, 0.25)
     assert {1, 5000} <= drawn.keys()
+
+
+def test_where_rows_get_longer_is_drawn(tmp_path: Path) -> None:
+    lengths = (16, 16, 16, 64, 64)
+    write_metrics(tmp_path, [line(n, seq_len=size) for n, size in enumerate(lengths, start=1)])
+    data = read_run(tmp_path)
+    assert data.lengths == [(1, 16), (4, 64)]
+    found = Page(page(data))
+    assert (
+        "Loss: loss 4.28571 at the end; rows of 16 from step 1; rows of 64 from step 4"
+        in found.text
+    )
+    dotted = [attrs for tag, attrs in found.tags if attrs.get("stroke-dasharray") == "1 3"]
+    across = {tag["x1"] for tag in dotted}
+    assert across == {str(found.lines()[0][place][0]) for place in (0, 3)}
+    write_metrics(tmp_path, [line(n, seq_len=16) for n in (1, 2)])
+    assert read_run(tmp_path).lengths == []

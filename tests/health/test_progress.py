@@ -34,8 +34,14 @@ def test_a_step_may_take_ten_medians_and_two_minutes_at_least() -> None:
     assert (str(progress.at), progress.seconds(), progress.limit_s()) == ("step 5", 0, 300.0)
     progress.enter("evaluate")
     assert (str(progress.at), progress.limit_s()) == ("an evaluation after step 4", 300.0)
+    progress.enter("start")  # rows of another length, whose steps take another time
+    assert progress.limit_s() == 500.0
+    assert str(progress.at) == "the start, before the end of step 5, the first of its length"
+    clock.time_s += 400
+    progress.done(5)
+    assert (str(progress.at), progress.limit_s()) == ("step 6", 120.0)
     progress.enter("end")
-    assert (str(progress.at), progress.limit_s()) == ("the end, after step 4", 700.0)
+    assert (str(progress.at), progress.limit_s()) == ("the end, after step 5", 700.0)
 
 
 def test_what_another_thread_does_is_said_until_it_has_ended() -> None:

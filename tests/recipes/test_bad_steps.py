@@ -62,7 +62,7 @@ def without_step(job: list[str], left_out: int) -> list[float]:
     data = finetune.build_data(settings, finetune.models.byte_tokenizer())
     losses = []
     for step in range(7):
-        ((row,),) = data.order.micro_batches(step, 0)
+        ((row,),) = data.stages[0].order.micro_batches(step, 0)
         ids = torch.tensor([row["input_ids"]])
         loss = model(input_ids=ids, labels=ids).loss
         losses.append(loss.item())
@@ -88,9 +88,11 @@ def test_a_skipped_step_is_left_out_and_a_resumed_run_knows_of_it(
     assert lines[3]["grad_norm"] is None
     assert lines[3]["non_finite"] == {"grad_norm": "nan"}
     assert f"gradient of weight {GRADIENT} is not finite" in lines[3]["skipped"]
-    ((row,),) = finetune.build_data(
-        finetune.parse_settings(flags), finetune.models.byte_tokenizer()
-    ).order.indices(3, 0)
+    ((row,),) = (
+        finetune.build_data(finetune.parse_settings(flags), finetune.models.byte_tokenizer())
+        .stages[0]
+        .order.indices(3, 0)
+    )
     assert lines[3]["skipped"].endswith(f"its rows: row {row} (document 0)")
     wanted = without_step(job, 4)
     assert [line["loss"] for line in lines] == pytest.approx(wanted, rel=1e-5)
@@ -154,13 +156,13 @@ def test_packed_rows_are_named_by_their_documents(job: list[str], tmp_path: Path
     text = write_documents(tmp_path, 3, 50, 17, 150, 31, 8, 40, 2, 59)
     flags = [*job, "--text", str(text), "--pack", "--output", str(tmp_path / "out")]
     data = finetune.build_data(finetune.parse_settings(flags), finetune.models.byte_tokenizer())
-    lengths = data.rows.stream.document_lengths().tolist()
+    lengths = data.stages[0].rows.stream.document_lengths().tolist()
     with planted("loss", 1), pytest.raises(BadStepError) as raised:
         finetune.main(flags)
     (said,) = data.called(0)
     assert f"its rows: {said}." in str(raised.value)
     named = [int(n) for n in said.split("documents ")[1].rstrip(")").split(", ")]
-    ((row,),) = data.order.micro_batches(0, 0)
+    ((row,),) = data.stages[0].order.micro_batches(0, 0)
     assert sum(lengths[number] for number in named) >= len(row["input_ids"])
     assert len(named) == len(row["seq_lengths"])
 

@@ -20,7 +20,7 @@ from tests.recipes.conftest import write_documents
 KEYS = {
     *("step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second"),
     *("tokens_per_second_per_device", "peak_memory_bytes"),
-    *("layers_not_recomputed", "layers_offloaded", "mlp_tiles"),
+    *("layers_not_recomputed", "layers_offloaded", "mlp_tiles", "seq_len"),
 }
 
 STAGES = ["processes", "data", "model", "weights", "rehearsal", "first step"]
@@ -125,7 +125,7 @@ def test_the_loss_of_packed_rows_is_that_of_their_documents_alone(
     tokenizer = AutoTokenizer.from_pretrained(out / "final")
     arguments = [f"--text={run.text}", "--model=m", "--output=o", "--seq-len=64", *flags]
     data = finetune.build_data(finetune.parse_settings(arguments), tokenizer)
-    (rows,) = data.order.micro_batches(1, 0)
+    (rows,) = data.stages[0].order.micro_batches(1, 0)
     assert all(len(row["seq_lengths"]) > 1 for row in rows)
     model = AutoModelForCausalLM.from_pretrained(out / "checkpoints/step_000001/model")
     total, count = 0.0, 0
@@ -190,6 +190,8 @@ def test_an_adapters_frozen_weights_keep_the_models_dtype(
     [
         ["--full", "--weight-decay", "0.1"],
         ["--lora", "--lora-dropout", "0.2", "--gradient-accumulation-steps", "2"],
+        ["--full", "--stages", "64:2,16:1,32:2,64:2"],  # goes on where a stage begins
+        ["--full", "--stages", "32:4,64:3", "--pack"],  # and within one
     ],
 )
 def test_a_resumed_run_repeats_the_whole_one_to_the_last_bit(run: Run, flags: list[str]) -> None:
@@ -215,6 +217,7 @@ def test_resuming_something_else_is_refused(run: Run) -> None:
         ({"batch-size": 1}, "rows_per_step is 1.*has 2"),
         ({"seq-len": 32}, "seq_len is 32.*has 64"),
         ({"max-steps": 9}, "max_steps is 9.*has 4"),
+        ({"stages": "32:2,64:2"}, "stages is '32:2,64:2', the run has ''"),
     ):
         with pytest.raises(ValueError, match=message):
             run("out", "--resume", **{**same, **changes})
