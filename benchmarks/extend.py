@@ -1,0 +1,242 @@
+"""Extend a real model's context and evaluate it, by the commands that a user has.
+
+    python benchmarks/extend.py --model SMOLLM2 --out results --gpus 4 --runs theta_128k \\
+        --other news.jsonl
+
+Each run is `longctx patch`, `longctx train` and `longctx eval` in processes of their own; the
+published model is evaluated beside it. Long documents are Python sources of the packages that are
+installed here, the files of a folder joined; those of `HELD_OUT` are kept for evaluation. Short
+documents are the packages' descriptions. With --recalls, statements in long documents are made
+again further on (artificial needles, arXiv 2406.19292), with another wording than any task has.
+--short names files with more short documents. --other names one of texts of another kind than those
+trained on: the loss at 0 to 8K tokens has to stay. Writes extension.jsonl, extension.md, and each evaluation's scores.json and scores.png.
+"""
+
+import argparse
+import json
+import random
+import re
+import shlex
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch import Budget
+from report import append_line
+
+HELD_OUT = ("jax", "jaxlib", "scipy", "botorch", "gpytorch", "networkx")
+"""Packages that no run is trained on."""
+LEAST_LONG = 100_000
+MOST_LONG = 3_000_000
+"""Characters of a joined document, about 30 and 900 thousand tokens."""
+RECALL_EVERY = 12_000
+"""Characters between statements that are made again, about 4,000 tokens."""
+OTHER_LENGTH = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """How a model is extended, and how far it is evaluated."""
+
+    context: str
+    stages: str
+    options: tuple[str, ...]
+    learning_rate: float = 5e-4
+
+    def lengths(self) -> str:
+        """What is evaluated: powers of two from 4K on."""
+        return ",".join(f"{2**n}K" for n in range(2, int(self.context[:-1]).bit_length()))
+
+
+RUNS = {
+    "theta_64k": Run(context="64K", stages="16K:60,64K:120", options=("--rope", "theta", "--full")),
+    "yarn_64k": Run(context="64K", stages="16K:60,64K:120", options=("--rope", "yarn", "--full")),
+    "longlora_64k": Run(
+        context="64K",
+        stages="16K:60,64K:120",
+        options=("--rope", "theta", "--lora", "--also-train", "embeddings,norms"),
+        learning_rate=1e-3,
+    ),
+    "theta_128k": Run(
+        context="128K", stages="32K:60,128K:100", options=("--rope", "theta", "--full")
+    ),
+    "yarn_128k": Run(
+        context="128K", stages="32K:60,128K:100", options=("--rope", "yarn", "--full")
+    ),
+}
+
+
+def joined_sources(names: Iterable[str], root: Path) -> Iterator[str]:
+    """The Python files of each folder of these packages, as one document."""
+    for name in names:
+        folders: dict[Path, list[str]] = {}
+        for file in sorted((root / name).rglob("*.py")):
+            text = file.read_text("utf-8", errors="ignore")
+            if 200 < len(text) < 400_000:
+                folders.setdefault(file.parent, []).append(f"# {file.relative_to(root)}\n{text}\n")
+        for folder in sorted(folders):
+            if len(text := "".join(folders[folder])) >= LEAST_LONG:
+                yield text[:MOST_LONG]
+
+
+def descriptions(root: Path) -> Iterator[str]:
+    """What packages say of themselves."""
+    for file in sorted(root.glob("*.dist-info/METADATA")):
+        _, _, text = file.read_text("utf-8", errors="ignore").partition("\n\n")
+        if len(text) > 1500:
+            yield text
+
+
+def with_recalls(text: str, draw: random.Random, most_chars: int) -> str:
+    """A document in which statements are made twice, at most `most_chars` characters apart, so that
+    the second one is predicted by who has read the first."""
+    words = sorted(set(re.findall(r"\b[a-z]{4,9}\b", text[:200_000])))
+    added: list[tuple[int, str]] = []
+    for _ in range(len(text) // RECALL_EVERY):
+        thing = f"{draw.choice(words)} {draw.choice(words)}"
+        code = "".join(draw.choices("0123456789", k=draw.randint(4, 8)))
+        line = f"\nNote: the {thing} has the number {code}. Keep it in mind.\n"
+        place = draw.randrange(len(text))
+        again = min(place + int(most_chars * draw.random()), len(text))
+        added += [(place, line), (again, f"\nAs noted, the {thing} has the number {code}.\n")]
+    parts, end = [], 0
+    for place, line in sorted(added):
+        parts += [text[end:place], line]
+        end = place
+    return "".join([*parts, text[end:]])
+
+
+def write_texts(folder: Path, *, recalls: bool, most_tokens: int) -> None:
+    """long.jsonl, short.jsonl and held.jsonl."""
+    root, draw = Path(sysconfig.get_paths()["purelib"]), random.Random(0)
+    packages = sorted(path.name for path in root.iterdir() if (path / "__init__.py").is_file())
+    trained = [name for name in packages if name not in HELD_OUT]
+    long = list(joined_sources(trained, root))
+    draw.shuffle(long)
+    if recalls:
+        long = [with_recalls(text, draw, 3 * most_tokens) for text in long]
+    held = joined_sources([name for name in HELD_OUT if name in packages], root)
+    for name, texts in (("long", long), ("short", descriptions(root)), ("held", held)):
+        lines = [json.dumps({"text": text}) + "\n" for text in texts]
+        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+        print(f"{name}: {len(lines)} documents, {sum(map(len, lines)) / 1e6:.1f} MB", flush=True)
+
+
+def write_other(folder: Path, file: Path, tokenizer: Any) -> None:
+    """Texts of another kind, joined to documents of 8K tokens: other.jsonl."""
+    texts = [json.loads(line)["text"] for line in file.read_text("utf-8").splitlines()]
+    ids = tokenizer("\n\n".join(texts), add_special_tokens=False)["input_ids"]
+    # A few tokens more, since what is decoded may have fewer when it is read again.
+    size = OTHER_LENGTH + 64
+    rows = [ids[start : start + size] for start in range(0, len(ids) - size + 1, size)]
+    lines = [json.dumps({"text": tokenizer.decode(row)}) + "\n" for row in rows]
+    (folder / "other.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+class Commands:
+    """Runs `longctx` with a limit, and notes what was run, how it ended and how long it took."""
+
+    def __init__(self, folder: Path, budget: Budget, where: tuple[str, ...]) -> None:
+        self.folder, self.where = folder, where
+        self._budget = budget
+
+    def __call__(self, name: str, *arguments: str) -> bool:
+        """Whether it ended well within what is left of the time."""
+        command = ["longctx", *arguments]
+        print(f"$ {shlex.join(command)}", flush=True)
+        started, log = time.perf_counter(), self.folder / f"{name}.log"
+        with log.open("w") as out:
+            try:
+                done = subprocess.run(
+                    [sys.executable, "-m", "longctx_patch.cli.main", *arguments],
+                    cwd=self.folder,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    timeout=max(1.0, self._budget.limit_s(86_400)),
+                ).returncode
+            except subprocess.TimeoutExpired:
+                done = -1
+        seconds = round(time.perf_counter() - started, 1)
+        row = {"name": name, "command": shlex.join(command), "seconds": seconds, "code": done}
+        append_line(row, self.folder / "extension.jsonl")
+        print(f"{name}: {seconds} s, exit code {done}", flush=True)
+        if done:
+            print("\n".join(log.read_text().splitlines()[-15:]), flush=True)
+        return done == 0
+
+
+def extend(run: Commands, name: str, recipe: Run, arguments: argparse.Namespace) -> None:
+    """Patch, train and evaluate."""
+    longest = recipe.stages.rpartition(",")[2].partition(":")[0]
+    lengths = arguments.lengths or recipe.lengths()
+    ended = run(
+        f"{name}.patch",
+        *("patch", arguments.model, "--context", recipe.context, *recipe.options),
+        *("--seq-len", longest, "--stages", recipe.stages, "--gpus", str(arguments.gpus)),
+        *("--data", "long.jsonl", "--data", "short.jsonl", "--mixture", arguments.mixture),
+        *(word for file in arguments.short for word in ("--data", str(file.absolute()))),
+        *("--out", name, *run.where),
+    )
+    rate = f"--learning-rate={recipe.learning_rate}"
+    ended = ended and run(f"{name}.train", "train", name, rate, "--warmup-steps=10")
+    tasks = ("--tasks", arguments.tasks, "--lengths", lengths, "--text", "held.jsonl")
+    tasks = (*tasks, "--samples", str(arguments.samples))
+    ended = ended and run(f"{name}.eval", "eval", name, *tasks, "--out", f"{name}_eval", *run.where)
+    if ended and arguments.other:
+        other = ("--tasks", "", "--lengths", "8K", "--text", "other.jsonl")
+        run(f"{name}.other", "eval", name, *other, "--out", f"{name}_other", *run.where)
+
+
+def write_report(folder: Path) -> None:
+    """extension.md: the tables of all evaluations, and the commands with their times."""
+    from longctx_patch.evaluation.scores import ContextScores, compare_scores
+
+    parts = ["# Extending a context\n"]
+    for file in sorted(folder.glob("*/scores.json")):
+        models = json.loads(file.read_text("utf-8"))["models"]
+        scores = [ContextScores.from_json(each["scores"]) for each in models]
+        tables = [compare_scores(scores), *(f"{each.label}\n\n{each.table()}" for each in scores)]
+        parts.append(f"## {file.parent.name}\n\n```\n" + "\n\n".join(tables) + "\n```\n")
+    lines = [json.loads(line) for line in (folder / "extension.jsonl").read_text().splitlines()]
+    rows = [f"| `{row['command']}` | {row['seconds']} | {row['code']} |" for row in lines]
+    parts.append("\n".join(["| command | s | exit code |", "|---|--:|--:|", *rows, ""]))
+    (folder / "extension.md").write_text("\n".join(parts), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--model", required=True, help="folder of the model with its tokenizer")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=["theta_128k"])
+    parser.add_argument("--gpus", type=int, default=4)
+    parser.add_argument("--cpu", action="store_true", help="processes on the CPU")
+    parser.add_argument("--other", type=Path, help="JSONL of texts of another kind")
+    parser.add_argument("--short", type=Path, nargs="*", default=[], help="more short texts, JSONL")
+    parser.add_argument("--recalls", action="store_true")
+    parser.add_argument("--mixture", default="prolong")
+    parser.add_argument("--tasks", default="passkey,niah_single_1,niah_single_2")
+    parser.add_argument("--samples", type=int, default=6)
+    parser.add_argument("--lengths", default="", help="of the evaluation [4K to the context]")
+    parser.add_argument("--budget-s", type=float, default=3600.0)
+    arguments = parser.parse_args()
+    from transformers import AutoTokenizer
+
+    folder = arguments.out.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    run = Commands(folder, Budget(arguments.budget_s), where=("--cpu",) if arguments.cpu else ())
+    most = max(int(RUNS[name].context[:-1]) for name in arguments.runs) * 1024
+    write_texts(folder, recalls=arguments.recalls, most_tokens=most)
+    if arguments.other:
+        write_other(folder, arguments.other, AutoTokenizer.from_pretrained(arguments.model))
+    for name in arguments.runs:
+        extend(run, name, RUNS[name], arguments)
+        write_report(folder)
+
+
+if __name__ == "__main__":
+    main()
