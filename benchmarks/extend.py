@@ -6,17 +6,20 @@
 Each run is `longctx patch`, `longctx train` and `longctx eval` in processes of their own; the
 published model is evaluated beside it. Long documents are Python sources of the packages that are
 installed here, the files of a folder joined; those of `HELD_OUT` are kept for evaluation. Short
-documents are the packages' descriptions. With --recalls, statements in long documents are made
-again further on (artificial needles, arXiv 2406.19292), with another wording than any task has.
---short names files with more short documents. --other names one of texts of another kind than those
-trained on: the loss at 0 to 8K tokens has to stay. Writes extension.jsonl, extension.md, and each evaluation's scores.json and scores.png.
+documents are the packages' descriptions, and those of --short. With --recalls, statements in long
+documents are made again further on (artificial needles, arXiv 2406.19292), with another wording
+than any task has. --other names texts of another kind than those trained on: the loss at 0 to 8K
+tokens has to stay. Writes extension.jsonl, extension.md, and each evaluation's scores.json and
+scores.png.
 """
 
 import argparse
 import json
+import os
 import random
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -151,15 +154,17 @@ class Commands:
         print(f"$ {shlex.join(command)}", flush=True)
         started, log = time.perf_counter(), self.folder / f"{name}.log"
         with log.open("w") as out:
+            job = subprocess.Popen(
+                [sys.executable, "-m", "longctx_patch.cli.main", *arguments],
+                cwd=self.folder,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
             try:
-                done = subprocess.run(
-                    [sys.executable, "-m", "longctx_patch.cli.main", *arguments],
-                    cwd=self.folder,
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                    timeout=max(1.0, self._budget.limit_s(86_400)),
-                ).returncode
+                done = job.wait(max(1.0, self._budget.limit_s(86_400)))
             except subprocess.TimeoutExpired:
+                os.killpg(job.pid, signal.SIGKILL)
                 done = -1
         seconds = round(time.perf_counter() - started, 1)
         row = {"name": name, "command": shlex.join(command), "seconds": seconds, "code": done}
