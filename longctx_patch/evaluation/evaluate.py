@@ -74,7 +74,7 @@ class ContextEvaluation:
         if not self.lengths or any(length < 2 for length in self.lengths):
             yield f"lengths={self.lengths}: give one or more, of 2 tokens or more each."
         if not (self.texts or self.tasks or self.own):
-            yield "there is nothing to evaluate: give texts or tasks."
+            yield "there is nothing to evaluate: give texts, tasks or your own samples."
         if self.edges and (problem := edge_problem(self.edges)):
             yield problem
         if self.longppl and (not self.texts or self.reach <= CONTEXT):
@@ -137,10 +137,10 @@ class PreparedEvaluation:
         key_handle: PatchHandle | None = None,
     ) -> None:
         """Collective over the world; raises as `evaluate_context` does before it computes."""
-        require_agreement(_facts(asked), "what to evaluate")
+        require_agreement(_on_all_ranks(lambda: _facts(asked)), "what to evaluate")
         self._handle, self._asked, self._key_handle = handle, asked, key_handle
         for each in filter(None, (handle, key_handle)):
-            refuse_together(_problems(each, asked))
+            refuse_together(_problems(each, tokenizer, asked))
         self._texts, self._samples, self._haystacks = _on_all_ranks(
             lambda: (
                 _long_texts(tokenizer, asked),
@@ -181,7 +181,8 @@ class PreparedEvaluation:
             losses, ppl = _of_texts(scorer, self._texts, asked, keys)
         tasks = {}
         for name, samples in self._samples.items():
-            say(f"{name}: {len(samples)} samples of {' '.join(map(in_k, asked.lengths))} tokens")
+            lengths = sorted({sample.length for sample in samples})
+            say(f"{name}: {len(samples)} samples of {', '.join(map(in_k, lengths))} tokens")
             scores = score_samples(scorer, samples)
             tasks[name] = _task_scores(samples, scores, self._haystacks.get(name))
         if watchdog is not None:
@@ -216,11 +217,14 @@ def _log_probs(_: int, scores: LabelScores) -> Tensor:
     return scores.log_probs
 
 
-def _problems(handle: PatchHandle, asked: ContextEvaluation) -> Iterable[str]:
+def _problems(handle: PatchHandle, tokenizer: Any, asked: ContextEvaluation) -> Iterable[str]:
     """Why this can't be evaluated, in words."""
     if not handle.is_patched:
         yield "the handle's model is not patched any more: evaluate before handle.unpatch()."
     yield from asked.problems()
+    has_words = any(isinstance(text, str) for text in asked.texts)
+    if tokenizer is None and (has_words or asked.tasks):
+        yield "tokenizer=None: tasks, and texts that are no token ids, need the model's own."
     config = handle.model.config
     if not handle.config.allow_beyond_reach:
         yield from filter(None, (reach_problem(config, length) for length in asked.lengths))
@@ -274,7 +278,9 @@ def _task_scores(
         for (length, depth), values in by_cell.items()
     ]
     note = "" if haystack is None else f"haystack: {haystack}"
-    return TaskScores(scoring=samples[0].scoring, cells=tuple(cells), note=note)
+    ways = {sample.scoring for sample in samples}
+    scoring = "mixed" if len(ways) > 1 else samples[0].scoring
+    return TaskScores(scoring=scoring, cells=tuple(cells), note=note)
 
 
 def _on_all_ranks(make: Callable[[], Made]) -> Made:
@@ -284,6 +290,8 @@ def _on_all_ranks(make: Callable[[], Made]) -> Made:
         made = make()
     except ValueError as error:
         problem = [str(error)]
+    except Exception as error:  # whatever it is, the other ranks must learn of it, not wait
+        problem = [f"what is asked for can't be prepared: {error!r}"]
     refuse_together(problem)
     return cast(Made, made)
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from longctx_patch.evaluation.longppl import LongPPL
 from longctx_patch.evaluation.positions import PositionLosses
@@ -31,7 +31,8 @@ class Cell:
 class TaskScores:
     """The scores of one task."""
 
-    scoring: Scoring
+    scoring: Scoring | Literal["mixed"]
+    """`mixed`: some samples are forced, others ranked."""
     cells: tuple[Cell, ...]
     note: str = ""
     """Where the task is not as it was published, in words."""

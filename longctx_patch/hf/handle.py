@@ -235,7 +235,10 @@ class PatchHandle:
         Raises:
             ValueError: on all ranks, rows that can't be read, or gradients in evaluation mode.
         """
-        outputs: TokenFields = (model or self.model)(**batch, **{WANTED_KEY: "top1"})
+        options: dict[str, Any] = {WANTED_KEY: "top1"}
+        if getattr(self.model.config, "output_router_logits", False):
+            options["output_router_logits"] = False  # those of all tokens and layers
+        outputs: TokenFields = (model or self.model)(**batch, **options)
         return outputs
 
     def _refuse_hidden_ddp(self) -> None:

@@ -24,6 +24,7 @@ from longctx_patch import (
 from longctx_patch.evaluation.rows import RowScorer
 from longctx_patch.evaluation.scores import in_k
 from longctx_patch.evaluation.scoring import score_samples
+from longctx_patch.evaluation.tasks import read_questions
 from longctx_patch.recipes.models import byte_tokenizer
 from tests.evaluation.stock import document, stock_log_probs
 from tests.evaluation.test_scoring import MODEL, SAMPLES, expected
@@ -119,19 +120,35 @@ def test_base_beside_tuned(tmp_path: Path) -> None:
     assert ContextScores.read(file) == base
 
 
-def test_tasks_by_length_and_depth() -> None:
+def test_tasks_by_length_and_depth(tmp_path: Path) -> None:
     handle = patch(
         featured_model("llama", vocab_size=384, max_position_embeddings=512), LongContextConfig()
     )
+    questions = tmp_path / "questions.jsonl"
+    record = {
+        "context": "It rains.",
+        "question": "Does it rain?",
+        "answers": ["yes", "yes, it does"],
+    }
+    lines = [record, record | {"wrong": ["no"]}]
+    questions.write_text("".join(json.dumps(line) + "\n" for line in lines))
     asked = ContextEvaluation(
-        lengths=(320, 512), tasks=("passkey",), depths=(0.25, 1.0), samples=2, label="random"
+        lengths=(320, 512),
+        tasks=("passkey",),
+        own=tuple(read_questions(questions, byte_tokenizer(), 512)),
+        depths=(0.25, 1.0),
+        samples=2,
+        label="random",
     )
     scores = evaluate_context(handle, byte_tokenizer(), asked, say=lambda _: None)
     task = scores.tasks["passkey"]
     assert task.note == "haystack: noise"
     cells = [(cell.length, cell.depth, cell.samples) for cell in task.cells]
     assert cells == [(320, 0.25, 2), (320, 1.0, 2), (512, 0.25, 2), (512, 1.0, 2)]
-    assert scores.tokens == 4 * (320 + 512)
+    own = scores.tasks["questions"]
+    assert own.scoring == "mixed"
+    assert [(cell.length, cell.depth, cell.samples) for cell in own.cells] == [(512, None, 2)]
+    assert 4 * (320 + 512) < scores.tokens < 4 * (320 + 512) + 5 * 64
     assert ContextScores.from_json(json.loads(json.dumps(scores.as_json()))) == scores
     table = [line.split() for line in str(scores).splitlines() if line]
     assert table[0] == ["mean", "over", "depths", "random"]
@@ -148,19 +165,21 @@ ids = tuple(document(30, 1))
     [
         ({"lengths": ()}, r"lengths=\(\): give one or more"),
         ({"lengths": (1,)}, r"lengths=\(1,\)"),
-        ({"texts": ()}, "nothing to evaluate: give texts or tasks"),
+        ({"texts": ()}, "nothing to evaluate: give texts, tasks or your own samples"),
         ({"edges": (0, 9, 9)}, r"edges=\(0, 9, 9\)"),
         ({"lengths": (31,)}, "no text has 31 tokens: the longest of 1 has 30"),
         ({"longppl": True}, "after 4096 tokens. Give texts and a greater length"),
         ({"texts": ((97, *ids),)}, "embedding has 97 rows. Check the tokenizer"),
         ({"tasks": ("needle",)}, "needle"),
+        ({"texts": ("a text",)}, "tokenizer=None"),
+        ({"texts": (5,)}, "can't be prepared: TypeError"),
     ],
 )
 def test_what_is_asked_wrongly(changed: dict[str, Any], says: str) -> None:
     handle = patch(featured_model("llama"), LongContextConfig())
     asked = ContextEvaluation(**{"lengths": (30,), "texts": (ids,)} | changed)
     with pytest.raises(ValueError, match=says):
-        evaluate_context(handle, byte_tokenizer(), asked)
+        evaluate_context(handle, None if "tokenizer" in says else byte_tokenizer(), asked)
 
 
 def test_json_of_another_version(tmp_path: Path) -> None:

@@ -257,6 +257,7 @@ def test_top1_is_what_greedy_decoding_emits(name: str, monkeypatch: pytest.Monke
             other = (top + (torch.arange(len(top)) % 3 == 0)) % VOCABULARY
             wanted.append(torch.cat([torch.tensor([-100]), other]))
     handle = patch(model, LongContextConfig())
+    handle.model.config.output_router_logits = name == "mixtral"  # which are left out
     for batch in BATCHES.values():
         labels = torch.full_like(batch.given["labels"], -100)
         for (row, first), values in zip(batch.places, wanted, strict=True):
@@ -265,7 +266,7 @@ def test_top1_is_what_greedy_decoding_emits(name: str, monkeypatch: pytest.Monke
         with evaluation_mode(model):
             found = handle.label_scores(given, model=model if "adapters" in name else None)
             alone = handle.token_log_probs(given)
-        assert torch.equal(found["log_probs"], alone)
+        torch.testing.assert_close(found["log_probs"], alone, rtol=1e-5, atol=1e-5)
         assert found["is_top1"].dtype == torch.bool
         assert not found["is_top1"][labels[:, 1:] == -100].any()
         for hits in of_documents(found["is_top1"], batch):
