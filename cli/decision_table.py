@@ -9,6 +9,7 @@ from longctx_patch.cli.recurrent_row import kernel_rows, recurrent_rows
 from longctx_patch.cli.units import size_text
 from longctx_patch.hf.model.facts import ModelFacts, Reach
 from longctx_patch.hf.model.family import RECURRENT, SINKS
+from longctx_patch.hf.model.rope import chosen_theta
 from longctx_patch.hf.model.rope_facts import describe_change, reach_problem, reachable_length
 from longctx_patch.hf.model.supported import FAMILIES
 from longctx_patch.memory.policies import POLICIES
@@ -39,6 +40,7 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
         ("recipe", *_recipe(decisions)),
         ("trained", "LoRA adapter" if settings.uses_lora else "every weight", "--lora or --full"),
         ("tokens", f"{settings.seq_len} per sequence", f"the model as published reaches {reaches}"),
+        *_context(settings),
         ("rope", settings.rope, _rope_reason(decisions)),
         ("attention", describe_layers(decisions.model_config), _rows(decisions)),
         ("degrees", f"ulysses {settings.ulysses} x ring {settings.ring}", decisions.sharing.why),
@@ -64,6 +66,15 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
             ),
         ),
     ]
+
+
+def _context(settings: Settings) -> list[tuple[str, str, str]]:
+    if settings.target_length == settings.seq_len:
+        return []
+    why = (
+        "--context: what RoPE reaches; rows are shorter, and positions beyond them are not trained"
+    )
+    return [("context", f"{settings.context} tokens", why)]
 
 
 def _images(model: str) -> list[tuple[str, str, str]]:
@@ -160,8 +171,15 @@ def _rope_reason(decisions: Decisions) -> str:
         is_long_enough = reach_problem(decisions.model_config, decisions.settings.seq_len) is None
         reaches = "long enough" if is_long_enough else "too short (--allow-beyond-reach)"
         return f"as published ({' and '.join(types)}), {reaches}"
-    change = describe_change(decisions.old_config, decisions.model_config)
-    return f"frozen at this length: {change}" if decisions.settings.rope == "dynamic" else change
+    settings, old = decisions.settings, decisions.old_config
+    change = describe_change(old, decisions.model_config)
+    if settings.rope == "dynamic":
+        return f"frozen at this length: {change}"
+    if settings.rope != "theta":
+        return change
+    theta, why = chosen_theta(old, settings.target_length)
+    given = f"given by --rope-theta; the rule has {theta:g}, {why}"
+    return f"{change}; {why if settings.rope_theta is None else given}"
 
 
 def _weights(decisions: Decisions) -> tuple[str, str]:

@@ -22,6 +22,7 @@ from longctx_patch.plugin import accelerate_yaml
 from longctx_patch.plugin.stored_check import check_stored
 from longctx_patch.predict.run.cluster import Cluster
 from longctx_patch.recipes import models
+from longctx_patch.recipes.context import read_factors
 from longctx_patch.recipes.data.losses import Losses
 from longctx_patch.recipes.data.sources import check_apart
 from longctx_patch.recipes.quantised import check_not_fp8
@@ -32,8 +33,8 @@ SAVE_EVERY = 25
 """Steps between checkpoints, so that an interrupted run can be resumed."""
 
 SAME_NAME = (
-    *("seq_len", "rope_factor", "allow_beyond_reach", "lora", "load_in_4bit", "tokenizer", "pack"),
-    *("checkpoint", "attention_kept", "mlp_tiles", "mixture", "stages"),
+    *("seq_len", "rope_theta", "rope_factor", "allow_beyond_reach", "lora", "load_in_4bit"),
+    *("tokenizer", "pack", "checkpoint", "attention_kept", "mlp_tiles", "mixture", "stages"),
 )
 """Options that are settings of the recipe, under the same name."""
 
@@ -176,7 +177,9 @@ def _settings(model: str, options: PatchOptions, cluster: Cluster | None) -> Set
         eval_steps=SAVE_EVERY if options.eval_data else 0,
         text_field=options.text_field,
         output=str(options.folder / "training"),
+        context=options.context or 0,
         rope=options.rope or "none",
+        rope_factors=read_factors(options.rope_factors),
         full=not options.lora,
         dtype=options.dtype or "auto",
         save_every=SAVE_EVERY,

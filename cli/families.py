@@ -74,7 +74,7 @@ def _answer_by_config(model: str) -> tuple[bool, str]:
     from longctx_patch.config import LongContextConfig
     from longctx_patch.hf.model.checks import FAMILIES, UnsupportedModelError, check_model_config
     from longctx_patch.hf.model.load import load_model_config
-    from longctx_patch.hf.model.rope import reachable_length
+    from longctx_patch.hf.model.rope_facts import reachable_length
     from longctx_patch.recipes.models import weights_or_config
 
     try:

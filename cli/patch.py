@@ -8,10 +8,10 @@ import click
 
 from longctx_patch.cli.choice import Choice
 from longctx_patch.cli.tokens import Tokens
+from longctx_patch.hf.model.rope_facts import SCALINGS
 from longctx_patch.memory.policies import POLICIES
 from longctx_patch.recipes.data.unwritten import FIELDS
 
-ROPE_KINDS = ("linear", "dynamic", "yarn")
 TOO_LONG = ("refuse", "cut", "split")
 
 
@@ -51,8 +51,17 @@ class OneModel(click.Command):
 @click.option("--seq-len", type=Tokens(), required=True, help="Tokens: 131072, 128K or 1M.")
 @click.option("--gpus", type=Gpus(), required=True, help="In all, over all nodes: 4, or 4xH200.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="New run folder.")
-@click.option("--rope", type=Choice(ROPE_KINDS), help="RoPE scaling that reaches seq-len.")
+@click.option(
+    "--context", type=Tokens(), help="Tokens that the trained model is to reach [seq-len]."
+)
+@click.option("--rope", type=Choice(SCALINGS), help="RoPE scaling that reaches the context.")
+@click.option("--rope-theta", type=float, help="The base of --rope theta [by its rule].")
 @click.option("--rope-factor", type=float, help="Its factor [the ratio of the lengths].")
+@click.option(
+    "--rope-factors",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="JSON list of the factors of --rope longrope [the model's].",
+)
 @click.option(
     "--allow-beyond-reach", is_flag=True, help="Train rows beyond what its RoPE reaches, as it is."
 )

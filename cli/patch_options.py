@@ -8,10 +8,11 @@ from typing import Any
 
 from longctx_patch.cli.run_checks import check_weights
 from longctx_patch.cli.step_rows import rows_of_step
+from longctx_patch.hf.model.rope_facts import RopeKind
 from longctx_patch.memory.policies import CheckpointPolicy
 from longctx_patch.recipes.data.addresses import absolute
 from longctx_patch.recipes.data.reading import TooLong
-from longctx_patch.recipes.settings import RopeName, check_shares
+from longctx_patch.recipes.settings import check_shares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +21,12 @@ class PatchOptions:
 
     out: Path
     seq_len: int
+    context: int | None
     gpus: str
-    rope: RopeName | None
+    rope: RopeKind | None
+    rope_theta: float | None
     rope_factor: float | None
+    rope_factors: Path | None
     allow_beyond_reach: bool
     lora: bool
     ulysses: int | None

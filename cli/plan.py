@@ -125,7 +125,7 @@ def plan_command(model: str, **options: Any) -> None:
     from longctx_patch.config import LongContextConfig
     from longctx_patch.hf.model.checks import check_model_config
     from longctx_patch.hf.model.load import load_model_config
-    from longctx_patch.hf.model.rope_facts import reachable_length
+    from longctx_patch.hf.model.rope_facts import possible_kinds, reachable_length
 
     asked = PlanOptions(**options)
     asked.check()
@@ -138,19 +138,22 @@ def plan_command(model: str, **options: Any) -> None:
         _say_longest(job, most, as_json=asked.as_json)
     else:
         reach = reachable_length(config)
+        is_beyond = reach is not None and job.seq_len > reach
+        kinds = possible_kinds(config)[0] if is_beyond else ()
+        rope = "yarn" if "yarn" in kinds else next(iter(kinds), None)
         _say_candidates(asked, results, most, reach)
         if not asked.as_json and any(result.fits for result in results):
             degree = results[0].candidate.sequence_degree
-            click.echo(f"\nNext: {next_command(model, asked, job, reach, degree)}")
+            click.echo(f"\nNext: {next_command(model, asked, job, rope, degree)}")
     if not (any(result.fits for result in results) if results else most):
         raise click.exceptions.Exit(1)
 
 
-def next_command(model: str, asked: PlanOptions, job: "Job", reach: int | None, degree: int) -> str:
+def next_command(model: str, asked: PlanOptions, job: "Job", rope: str | None, degree: int) -> str:
     """The `longctx patch` that makes the run folder of what was planned.
 
     Args:
-        reach: the length that the model's RoPE reaches as published; None: any.
+        rope: the scaling of RoPE that the length needs; None: none.
         degree: how many GPUs share a row. It is left to `longctx patch` where all do, or where the
             rows of a step decide.
     """
@@ -171,7 +174,7 @@ def next_command(model: str, asked: PlanOptions, job: "Job", reach: int | None, 
     given = {
         "--nodes": nodes if nodes > 1 else None,
         "--sequence-degree": None if is_left else degree,
-        "--rope": "yarn" if reach is not None and job.seq_len > reach else None,
+        "--rope": rope,
         "--rank": asked.rank,
         "--dtype": asked.dtype,
         "--host-gib": asked.host_gib,

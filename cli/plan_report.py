@@ -93,7 +93,7 @@ def render(results: Sequence[Result], max_seq_len: int, reach: int | None = None
     if reach is not None and job.seq_len > reach:
         lines += [
             f"The model as published reaches {reach:,}: scale its RoPE with `longctx patch "
-            "--rope`; if it is scaled already, write other rope_parameters into its config.json."
+            "--rope`, which also replaces a scaling that it has."
         ]
     if job.shape.num_windowed_layers:
         lines += [

@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig
 from longctx_patch import __version__
 from longctx_patch.hf.model.auto_class import auto_class_name
 from longctx_patch.hf.model.load import load_model_config
+from longctx_patch.hf.model.rope_facts import describe_rope, full_attention_rope
 from longctx_patch.recipes.models import is_bare_config
 from longctx_patch.recipes.settings import ModelSettings, parallelism_of
 
@@ -208,10 +209,14 @@ def _changes_rope(config: PreTrainedConfig, base: str) -> bool:
 
 
 def _rope(config: PreTrainedConfig) -> str:
-    rope = getattr(config, "rope_parameters", None) or {}
-    kind, factor = rope.get("rope_type", "per kind of layer"), rope.get("factor")
-    scaled = f", factor {factor:g}" if factor else ""
-    return f"{kind}{scaled}; context of {config.max_position_embeddings} tokens"
+    length = int(getattr(config, "max_position_embeddings", 0))
+    try:
+        layer_type, rope = full_attention_rope(config)
+    except ValueError:
+        return f"none in full attention; context of {length} tokens"
+    base = f"{describe_rope(rope, length)}, rope_theta {rope['rope_theta']:g}"
+    alone = " in full attention" if layer_type else ""
+    return f"{base}{alone}; context of {length} tokens"
 
 
 def _name(source: str) -> str:

@@ -26,7 +26,6 @@ from longctx_patch.hf.model.load import (
     require_reachable,
     whole_config,
 )
-from longctx_patch.hf.model.rope import scale_rope
 from longctx_patch.plugin import NeedsWholeReading, text_model, unread_model
 from longctx_patch.plugin.random_weights import random_model
 from longctx_patch.plugin.stored_check import check_loaded, check_stored, freeze_as_made
@@ -44,17 +43,20 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json",
 
 
 def load_config(settings: Settings) -> PreTrainedConfig:
-    """The model's config with RoPE that reaches `settings.seq_len`."""
+    """The model's config with RoPE that reaches `settings.target_length`."""
     config = load_model_config(settings.model)
     check_weights(settings.model)
     check_head(config)
     check_not_fp8(settings.model, config)
     check_text_part(settings)
     if settings.allow_beyond_reach and settings.rope == "none":
+        if settings.context:
+            raise ValueError(
+                f"context={settings.context} with allow_beyond_reach: the one asks for RoPE that "
+                "reaches it, the other leaves RoPE as it is. Leave one out, or give --rope."
+            )
         return config
-    return scale_rope(
-        config, kind=settings.rope, target_length=settings.seq_len, factor=settings.rope_factor
-    )
+    return settings.scaled(config)
 
 
 def weights_dtype(config: PreTrainedConfig, *, frozen: bool, on_cpu: bool = False) -> DtypeName:

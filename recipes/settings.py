@@ -21,6 +21,7 @@ from longctx_patch.evaluation.tasks import TASKS
 from longctx_patch.health.finite import check_guard_settings
 from longctx_patch.health.limits import TimeLimits
 from longctx_patch.hf.layers.fused_layers import FusedLayersName
+from longctx_patch.recipes.context import ContextSettings
 from longctx_patch.recipes.lengths import LengthStage, read_stages, stages_text
 from longctx_patch.recipes.mixture import read_mixture
 from longctx_patch.recipes.saving.output import ResumeName, resume_name
@@ -28,13 +29,13 @@ from longctx_patch.recipes.settings_file import (
     SettingsParser,
     file_and_flags,
     read_settings,
+    setting,
     with_own_output,
 )
 from longctx_patch.recipes.yaml_file import read_yaml
 from longctx_patch.rules.names import require_choice
 from longctx_patch.rules.number_rules import check_numbers
 
-RopeName = Literal["none", "linear", "dynamic", "yarn"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 SchedulerName = Literal["cosine", "linear", "constant", "constant_with_warmup"]
 OPPOSITES = {"lora": "full", "full": "lora"}
@@ -43,14 +44,6 @@ SHORT_NAMES = {"ulysses_degree": "ulysses", "ring_degree": "ring"}
 """Fields of LongContextConfig that have another name here."""
 OTHER_DEFAULTS = {"layout": "auto", "checkpoint": "auto"}
 """Defaults here that differ from LongContextConfig's; `auto` stands for a layout of None."""
-
-
-def setting(help_text: str, *, default: Any, **options: Any) -> Any:
-    """A dataclass field with the line that `--help` prints. `options`: argparse's own."""
-    metadata = {"help": help_text, **options}
-    if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
 
 
 def resume_setting() -> Any:
@@ -137,9 +130,6 @@ class _Loaded:
     model: str = setting("hub name, local folder, or config.json (random weights)", default="")
     tokenizer: str = setting("name or folder if not the model's own; 'bytes'", default="")
     chat_template: str = setting("file of the chat template, if not the tokenizer's", default="")
-    seq_len: int = setting("tokens per row, over all ranks together", default=0)
-    rope: RopeName = setting("RoPE scaling that reaches seq_len", default="none")
-    rope_factor: float | None = setting("factor of the scaling, if not the ratio", default=None)
     dtype: DtypeName = setting(
         "dtype that weights are loaded in; auto: an adapter's frozen ones as in the model's config "
         "on GPUs, else float32",
@@ -161,7 +151,7 @@ class _Loaded:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Adapted(_Loaded):
+class _Adapted(ContextSettings, _Loaded):
     """What of the model is trained."""
 
     lora: bool = setting("train a LoRA adapter (the default)", default=False)
@@ -248,11 +238,7 @@ class ModelSettings(_ContextEvaluated):
         check_guard_settings(self.skip_bad_steps, self.max_loss_spike, self.sentinel_every)
         if not self.model:
             raise ValueError("model is not set. Give --model or 'model:' in the settings.")
-        if self.seq_len < 2:
-            raise ValueError(
-                f"seq_len={self.seq_len}: a row needs 2 tokens or more, one to read and one to "
-                "predict. Give --seq-len, for example --seq-len 32768."
-            )
+        self.check_lengths()
         if self.lora and self.full:
             raise ValueError("both lora and full are set. Choose one: --lora or --full.")
         if self.load_in_4bit and (self.full or self.dtype == "float32"):
@@ -262,7 +248,7 @@ class ModelSettings(_ContextEvaluated):
                 "--lora --dtype bfloat16."
             )
         kinds = get_type_hints(ModelSettings)
-        for name in ("rope", "dtype", "fused_layers"):
+        for name in ("dtype", "fused_layers"):
             require_choice(name, getattr(self, name), get_args(kinds[name]))
         self._check_at_least("lora_rank", 1)
         self._check_context_evaluation()

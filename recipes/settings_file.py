@@ -28,6 +28,14 @@ _ALIKE = (
 _SIMPLE = (int, float, bool, str)
 
 
+def setting(help_text: str, *, default: Any, **options: Any) -> Any:
+    """A dataclass field with the line that `--help` prints. `options`: argparse's own."""
+    metadata = {"help": help_text, **options}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
 class SettingsParser(HfArgumentParser):
     """Raises ValueError, without the pages of its usage, and knows the nearest right name."""
 

@@ -62,6 +62,33 @@ def refuse_patch(run: Run, tmp_path: Path, model: object, *words: object) -> str
             ["--seq-len", 999],
             ["999 tokens", "reaches 256", "Replace its scaling (yarn x4 from 64): --rope theta"],
         ),
+        ({}, ["--context", 32], ["context=32 with seq_len=64", "--context 64 or more"]),
+        ({}, ["--context", 512], ["512 tokens", "reaches 64", "--rope theta or --rope yarn"]),
+        (
+            {},
+            ["--context", 512, "--allow-beyond-reach"],
+            ["context=512 with allow_beyond_reach", "or give --rope"],
+        ),
+        (
+            {},
+            ["--context", 512, "--rope", "yarn", "--rope-theta", 1e6],
+            ["rope theta 1000000.0 with rope kind 'yarn'", "belongs to theta"],
+        ),
+        (
+            {},
+            ["--context", 512, "--rope", "theta", "--rope-theta", 5e3],
+            ["rope theta 5000: the model has", "Leave it out for"],
+        ),
+        (
+            {},
+            ["--context", 512, "--rope", "longrope"],
+            ["with 0 factors", "4 frequencies", "--rope-factors FILE"],
+        ),
+        (
+            {},
+            ["--context", 512, "--rope", "longrope", "--rope-factors", __file__],
+            ["test_bad_input.py: it can't be read"],
+        ),
         ({}, ["--rope", "yarn"], ["already reaches 64", "leave --rope out"]),
         (
             {},

@@ -40,15 +40,18 @@ def test_the_run_folder_trains_and_verifies(
     config(model_type="qwen2", use_sliding_window=True, sliding_window=20, layer_types=kinds)
     monkeypatch.chdir(tmp_path)
     words = ["--seq-len", 131, "--gpus", 2, "--ring", 2, "--cpu", "--rope", "yarn", "--pack"]
-    words += ["--data", text_file.name]
+    words += ["--context", 262, "--data", text_file.name]
     result = run("patch", "model/config.json", *words, "--out", "runs/first run")
     assert result.exit_code == 0, result.output
     folder = tmp_path / "runs" / "first run"
     assert sorted(path.name for path in folder.iterdir()) == FILES
-    rope = AutoConfig.from_pretrained(folder).rope_parameters
-    assert (rope["rope_type"], rope["factor"]) == ("yarn", 131 / 64)
+    scaled = AutoConfig.from_pretrained(folder)
+    assert scaled.rope_parameters["factor"] == 262 / 64
+    assert (scaled.rope_parameters["rope_type"], scaled.max_position_embeddings) == ("yarn", 262)
 
     readme = (folder / "README.md").read_text()
+    assert "| context | 262 tokens | --context: what RoPE reaches; rows are shorter" in readme
+    assert "| rope | yarn | factor 4.09375 from 64 tokens |" in readme
     assert (
         "| attention | 1 layer of window 20, 1 layer causal | documents of a row don't see"
         in readme

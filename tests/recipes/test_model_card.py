@@ -96,7 +96,7 @@ def test_the_card_says_what_was_trained_on_what_and_how_it_ended(
     assert rows["data"] == r"a\|b&lt;script>.txt"  # its name, without folders and contents
     assert "times" not in text
     assert rows["rows"] == "256 tokens"
-    assert rows["RoPE"] == "linear, factor 4; context of 256 tokens"
+    assert rows["RoPE"] == "linear x4, rope_theta 10000; context of 256 tokens"
     assert rows["degrees"] == "ulysses 1 x ring 1"
     last = read_metrics(final.parent)[-1]
     assert (rows["step"], rows["loss"]) == ("2", f"{last['loss']:.6g}")

@@ -298,7 +298,7 @@ def _longrope(wanted: _Wanted) -> dict[str, Any]:
             f"rope kind 'longrope' with {len(found)} factors: it divides each of the model's "
             f"{wanted.num_frequencies} frequencies by its own, which a search finds for the model "
             f"and the length. Give a JSON list of {wanted.num_frequencies} numbers (--rope-factors "
-            "FILE, factors=[...]), such as a published long_factor; or use --rope yarn or theta."
+            "FILE, factors=[...]), such as a published long_factor; or use --rope theta."
         )
     scaling = {"long_factor": found, "short_factor": [*found]}
     return _yarn(wanted) | {"rope_type": "longrope", **scaling}

@@ -93,7 +93,10 @@ vLLM than by transformers."""
 
 def possible_kinds(config: "PreTrainedConfig") -> tuple[tuple[RopeKind, ...], str]:
     """The kinds of scaling that the config's readers compute alike, and why no others."""
-    _, rope = full_attention_rope(config)
+    try:
+        _, rope = full_attention_rope(config)
+    except ValueError as error:
+        return (), str(error)
     found, reasons = SCALINGS, []
     for is_so, kinds, why in _RESTRICTIONS:
         if is_so(config, rope):
@@ -226,31 +229,27 @@ def reach_problem(model_config: "PreTrainedConfig", num_tokens: int) -> str | No
     reach = reachable_length(model_config)
     if reach is None or num_tokens <= reach:
         return None
+    how = _how_to_scale(text_config(model_config), num_tokens)
     return (
         f"{num_tokens} tokens, but the model reaches {reach} (max_position_embeddings). "
-        f"{_how_to_scale(text_config(model_config), num_tokens)}Or take shorter documents, or set "
+        f"{how} Otherwise take shorter documents, or set "
         "allow_beyond_reach (LongContextConfig(allow_beyond_reach=True), --allow-beyond-reach) if "
         "the model is fine with longer ones."
     )
 
 
 def _how_to_scale(config: "PreTrainedConfig", num_tokens: int) -> str:
-    """A sentence on what to type; empty where the model has no RoPE to scale."""
-    try:
-        _, rope = full_attention_rope(config)
-    except ValueError:
-        return ""
+    """A sentence on what to type, or why nothing would help."""
     kinds, why = possible_kinds(config)
     if not kinds:
-        return f"Its RoPE can't be scaled: {why}. "
-    advised = [kind for kind in ("theta", "yarn", "linear") if kind in kinds][:2]
-    named = describe_rope(rope, config.max_position_embeddings)
+        return f"Its RoPE can't be scaled: {why.removesuffix('.')}."
+    named = describe_rope(full_attention_rope(config)[1], config.max_position_embeddings)
     what = "Scale its RoPE" if named == "default" else f"Replace its scaling ({named})"
     return (
-        f"{what}: {' or '.join(f'--rope {kind}' for kind in advised)}; in Python before the model "
-        "is loaded, config = longctx_patch.scale_rope(AutoConfig.from_pretrained(NAME), "
-        f"kind={advised[0]!r}, target_length={num_tokens}) and from_pretrained(NAME, "
-        "config=config). "
+        f"{what}: {' or '.join(f'--rope {kind}' for kind in kinds[:2])}; in Python before the "
+        "model is loaded, config = longctx_patch.scale_rope(AutoConfig.from_pretrained(NAME), "
+        f"kind={kinds[0]!r}, target_length={num_tokens}) and from_pretrained(NAME, "
+        "config=config)."
     )
 
 
