@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 import string
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ WORDS = {
     "verb": ["go", "ant", "run", "walk", "sing", "jump", "see", "hear"],
 }
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+ESSAYS = "\n\n".join(f"Is this  essay {n}? It has {n * n} words." for n in range(150))
 Draw = Callable[[int], tuple[str, list[str]]]
 
 
@@ -69,6 +71,41 @@ def niah_single_1(count: Callable[[str], int], length: int, seed: int, number: i
 
     size = bisected(draw, count, 5, length - 128, length)
     return [fitted(draw, count, size, 5, length - 128) for _ in range(number)]
+
+
+def niah_multikey_1(count: Callable[[str], int], length: int, seed: int, number: int) -> list[Any]:
+    rng = random.Random(seed)
+    pairs = sorted({f"{a}-{n}" for a in WORDS["adjective"] for n in WORDS["noun"]})
+    percents = [round(float(p)) for p in np.linspace(0, 100, 40)]
+    words = ESSAYS.split()
+
+    def draw(num_words: int) -> tuple[str, list[str]]:
+        keys, values = [], []
+        for _ in range(4):
+            keys.append(rng.choice(pairs))
+            values.append(str(rng.randint(1000000, 9999999)))
+        needles = [
+            f"One of the special magic numbers for {key} is: {value}."
+            for key, value in zip(keys, values, strict=True)
+        ]
+        random.Random(seed).shuffle(needles)
+        beginning = " ".join((words * (num_words // len(words) + 1))[:num_words])
+        sentences = re.findall(r"\S.*?(?:[.?!](?= |$)|$)", beginning)
+        places = sorted(int(len(sentences) * (p / 100)) for p in rng.sample(percents, 4))
+        text = ""
+        for start, stop, needle in zip([0, *places], places, needles, strict=False):
+            text += " ".join(sentences[start:stop]) + f" {needle} "
+        text += " ".join(sentences[places[-1] :])
+        (asked,) = rng.sample(range(4), 1)
+        return (
+            "A special magic number is hidden within the following text. Make sure to memorize it. "
+            f"I will quiz you about the number afterwards.\n{text}\nWhat is the special magic "
+            f"number for {keys[asked]} mentioned in the provided text? The special magic number "
+            f"for {keys[asked]} mentioned in the provided text is"
+        ), [values[asked]]
+
+    size = bisected(draw, count, 500, length - 128, length)
+    return [fitted(draw, count, size, 500, length - 128) for _ in range(number)]
 
 
 def vt(count: Callable[[str], int], length: int, seed: int, number: int) -> list[Any]:
@@ -146,16 +183,28 @@ def fwe(count: Callable[[str], int], length: int, seed: int, number: int) -> lis
     return found
 
 
-@pytest.mark.parametrize(("length", "seed"), [(1231, 42), (1700, 7)])
-@pytest.mark.parametrize("definition", [niah_single_1, vt, fwe])
+@pytest.mark.parametrize(("length", "seed"), [(3231, 42), (2909, 7)])
+@pytest.mark.parametrize("definition", [niah_single_1, niah_multikey_1, vt, fwe])
 def test_texts_are_those_of_the_definition(
-    definition: Any, length: int, seed: int, tokenizer: Any
+    definition: Any,
+    length: int,
+    seed: int,
+    tokenizer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The essays' sentences are NLTK's, which has to be downloaded: here they are plain ones."""
+    monkeypatch.setattr(sources, "_punkt", lambda: split_at_stops)
+    essays = tmp_path / "essays.json"
+    essays.write_text(json.dumps({"text": ESSAYS}))
+
     def count(text: str) -> int:
         return len(tokenizer(text).input_ids)
 
     name = definition.__name__
-    made = make_samples([name], tokenizer, length, per_cell=5, seed=seed)
+    made = make_samples(
+        [name], tokenizer, length, per_cell=5, seed=seed, sources=Sources(essays=essays)
+    )
     for sample, (text, answers) in zip(made, definition(count, length, seed, 5), strict=True):
         assert list(sample.prompt) == tokenizer(text).input_ids
         assert [tokenizer.decode(ids).strip() for ids in sample.answers] == answers
