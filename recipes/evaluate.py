@@ -103,10 +103,7 @@ class EvalSettings:
     def sources(self) -> Sources:
         """What the tasks' texts are made of."""
         files = {name: Path(getattr(self, name)) for name in FILES if getattr(self, name)}
-        found = Sources(**files)
-        # Read by the readers of training, for which it need not be one file.
-        vars(found)["own_text"] = joined_text(self.text, self.text_field)
-        return found
+        return Sources(**files, text=joined_text(self.text, self.text_field))
 
 
 def joined_text(sources: Sequence[str], text_field: str) -> str | None:

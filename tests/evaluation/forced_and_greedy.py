@@ -104,7 +104,7 @@ def main(folder: str, *tasks: str) -> int:
         started = time.perf_counter()
         per_cell = NUM_SAMPLES // (5 if task == "passkey" else 1)
         samples = make_samples(
-            [task], tokenizer, LENGTHS[task], per_cell, sources=Sources(text=TEXT)
+            [task], tokenizer, LENGTHS[task], per_cell, sources=Sources(text=TEXT.read_text())
         )
         scores = compare(model, tokenizer, samples)
         again = _that_differ(samples, scores)

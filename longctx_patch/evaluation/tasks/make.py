@@ -154,7 +154,7 @@ def haystacks(names: Iterable[str], sources: Sources) -> dict[str, str]:
     found = {}
     for name in names:
         if name == TASK:
-            found[name] = "noise" if sources.own_text is None else "own text"
+            found[name] = "noise" if sources.text is None else "own text"
         elif name in RULER and "essays" in TASKS[name]:
             found[name] = sources.haystack.name
     return found

@@ -61,7 +61,7 @@ def _passkey(
 
 
 def _filler(encoder: Encoder, num_tokens: int, random: Random, sources: Sources) -> tuple[int, ...]:
-    text = sources.own_text
+    text = sources.text
     if text is None:
         line = encoder.ids(f"{NOISE}\n")
         return tuple((line * (num_tokens // len(line) + 1))[:num_tokens])

@@ -1,9 +1,9 @@
-"""What tasks are made of: files that the user has, and the word lists of wonderwords."""
+"""What tasks are made of: the user's text and files, and the word lists of wonderwords."""
 
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -18,11 +18,11 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """Files that tasks read. They are read once, when the first task needs them."""
+    """A text, and files that are read once, when the first task needs them."""
 
-    text: Path | None = None
-    """A text of the user's own: the haystack of `passkey`, and of RULER's tasks that hide needles
-    in essays if there are no essays. A `.jsonl` file has `{"text": ...}` in each line."""
+    text: str | None = field(default=None, repr=False)
+    """The user's own: the haystack of `passkey`, and of RULER's tasks that hide their needles in
+    essays, if there are no essays."""
     essays: Path | None = None
     """RULER's PaulGrahamEssays.json: `{"text": ...}`."""
     squad: Path | None = None
@@ -34,24 +34,12 @@ class Sources:
     words than wonderwords."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            path = getattr(self, field.name)
+        if self.text is not None and not self.text.strip():
+            raise ValueError("the text is empty, so it hides no needle. Give another, or none.")
+        for name in ("essays", "squad", "hotpotqa", "english_words"):
+            path = getattr(self, name)
             if path is not None and not Path(path).is_file():
-                raise ValueError(f"{field.name}={str(path)!r}: there is no such file.")
-
-    @cached_property
-    def own_text(self) -> str | None:
-        """The user's own text, None if there is none."""
-        if self.text is None:
-            return None
-        path = Path(self.text)
-        if path.suffix == ".jsonl":
-            found = "\n\n".join(line.text("text") for line in records(path))
-        else:
-            found = path.read_text(encoding="utf-8")
-        if not found.strip():
-            raise ValueError(f"{path}: the text is empty, so it hides no needle.")
-        return found
+                raise ValueError(f"{name}={str(path)!r}: there is no such file.")
 
     @cached_property
     def haystack(self) -> "Haystack":
@@ -59,13 +47,12 @@ class Sources:
         if self.essays is not None:
             text = _read_json(Path(self.essays), "essays", lambda value: value["text"])
             return Haystack(text, _punkt(), f"essays of {Path(self.essays).name}", step=500)
-        if self.own_text is not None:
-            num_words = len(self.own_text.split())
-            name = f"own text of {num_words:,} words, repeated in longer rows"
-            return Haystack(self.own_text, split_at_stops, name)
+        if self.text is not None:
+            name = f"own text of {len(self.text.split()):,} words, repeated in longer rows"
+            return Haystack(self.text, split_at_stops, name)
         raise ValueError(
-            "This task hides its needles in essays. Give a file of them, "
-            'RULER\'s PaulGrahamEssays.json ({"text": ...}), or a text of your own.'
+            "niah_single_2 and other tasks hide their needles in essays. Give a text of your own, "
+            'or essays: RULER\'s PaulGrahamEssays.json ({"text": ...}).'
         )
 
     @cached_property
@@ -100,7 +87,7 @@ class Sources:
     ) -> QuestionSet:
         path = getattr(self, name)
         if path is None:
-            raise ValueError(f"This task asks questions of a file that you have: give {file}.")
+            raise ValueError(f"There is no {name} to ask questions of: give a file, {file}.")
         found: QuestionSet = _read_json(Path(path), name, content)
         return found
 
@@ -119,7 +106,7 @@ class Haystack:
         self._split = split
         self.name, self.step = name, step
         if not text.strip():
-            raise ValueError(f"{name}: the text is empty, so it hides no needle.")
+            raise ValueError(f"{name}: there is no text, so it hides no needle.")
         self._num_split = 0
         self._sentences: list[str] = []
         self._ends: list[int] = []

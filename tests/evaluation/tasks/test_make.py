@@ -26,11 +26,9 @@ def few_words(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_passkeys_fill_the_row_and_are_where_they_are_asked_for(
-    tokenizer: Any, joining_tokenizer: Any, tmp_path: Path
+    tokenizer: Any, joining_tokenizer: Any
 ) -> None:
-    text = tmp_path / "own.jsonl"
-    lines = [json.dumps({"text": f"This is line {number}."}) for number in range(300)]
-    text.write_text("\n".join(lines))
+    text = "\n".join(f"This is line {number}." for number in range(300))
     for found, source in (
         (tokenizer, Sources()),
         (tokenizer, Sources(text=text)),
@@ -79,9 +77,9 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "short niah": ({"names": ["niah_single_1"], "length": 200}, "niah_single_1: 200 tokens are"),
     "short vt": ({"names": ["vt"], "length": 600}, r"vt: 600 tokens are too few\. .* have 9\d\d"),
     "short fwe": ({"names": ["fwe"], "length": 300}, "fwe: 300 tokens are too few. .* have 400"),
-    "no essays": ({"names": ["niah_single_2"]}, "PaulGrahamEssays.json .* or a text of your own"),
-    "no SQuAD": ({"names": ["qa_1"]}, "give dev-v2.0.json of SQuAD"),
-    "no HotpotQA": ({"names": ["qa_2"]}, "give hotpot_dev_distractor_v1.json"),
+    "no essays": ({"names": ["niah_single_2"]}, "Give a text of your own, or essays: RULER"),
+    "no SQuAD": ({"names": ["qa_1"]}, "There is no squad to ask questions of: give a file, dev-v2"),
+    "no HotpotQA": ({"names": ["qa_2"]}, "give a file, hotpot_dev_distractor_v1.json"),
     "few words": ({"names": ["cwe"]}, "take 4,096 different words, and wonderwords has 27"),
 }
 
@@ -94,24 +92,31 @@ def test_calls_that_are_refused(case: str, tokenizer: Any) -> None:
         make_samples(**arguments | changed)
 
 
-BAD_FILES: dict[str, tuple[str, str, str, str]] = {
-    "empty text": ("text", "a.txt", " \n", "a.txt: the text is empty"),
-    "short text": ("text", "a.txt", "Few words. " * 9, "your text has .* and the haystack takes"),
-    "bad line": ("text", "a.jsonl", '{"text": "a"}\n{"text"', "a.jsonl, line 2: "),
-    "no object": ("text", "a.jsonl", "[1]", "a.jsonl, line 1: each line is to be an object"),
-    "no text": ("text", "a.jsonl", '{"tekst": "a"}', "line 1: 'text' is to be a text, and is None"),
-    "other JSON": ("squad", "s.json", '{"version": 1}', "s.json: not the JSON that `squad` has"),
-    "no JSON": ("hotpotqa", "h.json", "<html>", "h.json: not the JSON that `hotpotqa` has"),
+BAD_FILES: dict[str, tuple[str, str, str]] = {
+    "other JSON": ("squad", '{"version": 1}', "f.json: not the JSON that `squad` has"),
+    "no JSON": ("hotpotqa", "<html>", "f.json: not the JSON that `hotpotqa` has"),
+    "empty": ("essays", '{"text": " "}', "essays of f.json: there is no text"),
 }
 
 
 @pytest.mark.parametrize("case", BAD_FILES)
-def test_files_that_are_refused(case: str, tokenizer: Any, tmp_path: Path) -> None:
-    field, file, content, message = BAD_FILES[case]
-    (tmp_path / file).write_text(content)
-    names = [{"squad": "qa_1", "hotpotqa": "qa_2", "text": "passkey"}[field]]
+def test_files_that_are_refused(
+    case: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    field, content, message = BAD_FILES[case]
+    file = tmp_path / "f.json"
+    file.write_text(content)
+    monkeypatch.setattr(sources, "_punkt", lambda: str.split)
+    names = [{"squad": "qa_1", "hotpotqa": "qa_2", "essays": "niah_single_2"}[field]]
     with pytest.raises(ValueError, match=message):
-        make_samples(names, tokenizer, 4096, sources=Sources(**{field: tmp_path / file}))
+        make_samples(names, tokenizer, 4096, sources=Sources(**{field: file}))
+
+
+def test_texts_that_are_refused(tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="the text is empty, so it hides no needle"):
+        Sources(text=" \n")
+    with pytest.raises(ValueError, match=r"your text has .* tokens, and the haystack takes"):
+        make_samples(["passkey"], tokenizer, 4096, sources=Sources(text="Few words. " * 9))
 
 
 def test_files_and_packages_that_are_missing(
@@ -208,6 +213,25 @@ def test_questions_that_are_refused(
 ) -> None:
     file = questions(tmp_path / "q.jsonl", {}, change)
     with pytest.raises(ValueError, match=rf"q.jsonl, line 3: .*{message}"):
+        read_questions(file, tokenizer, 99)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"context"', "q.jsonl, line 1: "),
+        ("[1]", "q.jsonl, line 1: each line is to be an object"),
+        ("\n \n", "q.jsonl: the file has no question"),
+        (None, "q.jsonl: there is no such file"),
+    ],
+)
+def test_files_of_questions_that_are_refused(
+    content: str | None, message: str, tmp_path: Path, tokenizer: Any
+) -> None:
+    file = tmp_path / "q.jsonl"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ValueError, match=message):
         read_questions(file, tokenizer, 99)
 
 

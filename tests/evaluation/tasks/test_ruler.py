@@ -230,19 +230,15 @@ def test_sentences_of_a_beginning_are_those_of_its_text() -> None:
         assert " ".join(haystack.sentences(num_words)) == beginning
 
 
-@pytest.fixture
-def own_text(tmp_path: Path) -> Path:
-    path = tmp_path / "own.txt"
-    path.write_text(" ".join(f"This is sentence {number} of many." for number in range(900)))
-    return path
+OWN = " ".join(f"This is sentence {number} of many." for number in range(900))
 
 
-def test_a_needle_is_where_it_is_asked_for(own_text: Path, tokenizer: Any) -> None:
+def test_a_needle_is_where_it_is_asked_for(tokenizer: Any) -> None:
     """Also among other needles; the others stay where they are drawn."""
     names = ["niah_single_1", "niah_single_2", "niah_multikey_1", "niah_multikey_2"]
     depths = (0.0, 0.3, 1.0)
     made = make_samples(
-        names, tokenizer, 2048, per_cell=2, depths=depths, sources=Sources(text=own_text)
+        names, tokenizer, 2048, per_cell=2, depths=depths, sources=Sources(text=OWN)
     )
     assert [(each.task, each.depth) for each in made] == [
         (name, depth) for name in names for depth in depths for _ in range(2)
@@ -257,13 +253,13 @@ def test_a_needle_is_where_it_is_asked_for(own_text: Path, tokenizer: Any) -> No
 
 
 def test_ranked_tasks_have_wrong_answers_of_the_same_kind(
-    own_text: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     many = {"adjective": ["old"], "verb": [], "noun": [f"n{n}x" for n in range(4200)]}
     monkeypatch.setattr(sources, "_words", many.__getitem__)
     names = ["niah_multivalue", "niah_multiquery", "cwe"]
     for sample in make_samples(
-        names, tokenizer, 8192, per_cell=2, depths=(0.5,), sources=Sources(text=own_text)
+        names, tokenizer, 8192, per_cell=2, depths=(0.5,), sources=Sources(text=OWN)
     ):
         text = tokenizer.decode(sample.prompt)
         right, wrong = (
