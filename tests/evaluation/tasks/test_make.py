@@ -108,8 +108,9 @@ def test_files_that_are_refused(
     file.write_text(content)
     monkeypatch.setattr(sources, "_punkt", lambda: str.split)
     names = [{"squad": "qa_1", "hotpotqa": "qa_2", "essays": "niah_single_2"}[field]]
+    given: dict[str, Any] = {field: file}
     with pytest.raises(ValueError, match=message):
-        make_samples(names, tokenizer, 4096, sources=Sources(**{field: file}))
+        make_samples(names, tokenizer, 4096, sources=Sources(**given))
 
 
 def test_texts_that_are_refused(tokenizer: Any) -> None:
