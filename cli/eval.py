@@ -97,6 +97,7 @@ def depth(text: str) -> float:
 )
 @click.option("--context", type=Tokens(), help="Tokens that a plain model shall reach [its own].")
 @click.option("--rope", type=Choice(SCALINGS), help="RoPE scaling by which it does so.")
+@click.option("--rope-theta", type=float, help="The base of --rope theta [by its rule].")
 @click.option("--rope-factor", type=float, help="Its factor [the ratio of the lengths].")
 @click.option(
     "--allow-beyond-reach", is_flag=True, help="Lengths beyond what RUN_OR_MODEL's RoPE reaches."
@@ -197,7 +198,7 @@ def _as_asked(found: "Evaluated", options: dict[str, Any]) -> "Evaluated":
             "--rope or --context with a model that was trained: it has the RoPE of its training. "
             "Leave it out, or give the model that it was trained from."
         )
-    names = ("rope", "rope_factor", "allow_beyond_reach", "tokenizer")
+    names = ("rope", "rope_theta", "rope_factor", "allow_beyond_reach", "tokenizer")
     return found.with_(**{name: options[name] for name in names if options[name]})
 
 

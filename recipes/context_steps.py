@@ -16,7 +16,7 @@ from longctx_patch.trainer.context_scores import ContextEvaluationCallback, entr
 def asked_of(settings: ModelSettings) -> ContextEvaluation:
     """What is evaluated at steps of a run."""
     return ContextEvaluation(
-        lengths=tuple(sorted({*settings.eval_context_lengths})) or (settings.seq_len,),
+        lengths=settings.context_lengths,
         tasks=tasks_of(settings.eval_context_tasks),
         samples=settings.eval_context_samples,
         label="run",

@@ -191,7 +191,7 @@ def with_dtype(settings: Evaluated, config: PreTrainedConfig, *, on_cpu: bool) -
 
 def reach_of(settings: Evaluated) -> int | None:
     """The longest row that the model's RoPE reaches as it is; None: any."""
-    plain = settings.with_(rope="none", rope_factor=None, allow_beyond_reach=True)
+    plain = settings.with_(rope="none", allow_beyond_reach=True)
     return reachable_length(config_of(plain))
 
 

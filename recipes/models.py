@@ -26,6 +26,7 @@ from longctx_patch.hf.model.load import (
     require_reachable,
     whole_config,
 )
+from longctx_patch.hf.model.rope_facts import reach_problem
 from longctx_patch.plugin import NeedsWholeReading, text_model, unread_model
 from longctx_patch.plugin.random_weights import random_model
 from longctx_patch.plugin.stored_check import check_loaded, check_stored, freeze_as_made
@@ -56,7 +57,12 @@ def load_config(settings: Settings) -> PreTrainedConfig:
                 "reaches it, the other leaves RoPE as it is. Leave one out, or give --rope."
             )
         return config
-    return settings.scaled(config)
+    scaled = settings.scaled(config)
+    if settings.eval_context_steps:
+        problem = reach_problem(scaled, settings.context_lengths[-1])
+        if problem and not settings.allow_beyond_reach:
+            raise ValueError(f"eval_context_lengths: {problem}")
+    return scaled
 
 
 def weights_dtype(config: PreTrainedConfig, *, frozen: bool, on_cpu: bool = False) -> DtypeName:

@@ -207,8 +207,15 @@ class _ContextEvaluated(_Guarded):
     eval_context_tasks: list[str] = setting(
         "tasks: passkey, or those of RULER that need no file", default=["passkey"]
     )
-    eval_context_lengths: list[int] = setting("tokens of their rows; none: seq_len", default=[])
+    eval_context_lengths: list[int] = setting(
+        "tokens of their rows; none: seq_len and context", default=[]
+    )
     eval_context_samples: int = setting("samples of each task, length and depth", default=2)
+
+    @property
+    def context_lengths(self) -> tuple[int, ...]:
+        """Tokens of the rows of these tasks, rising."""
+        return tuple(sorted({*self.eval_context_lengths} or {self.seq_len, self.target_length}))
 
     def _check_context_evaluation(self) -> None:
         for name, least in (("eval_context_steps", 0), ("eval_context_samples", 1)):

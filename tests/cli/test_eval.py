@@ -88,7 +88,7 @@ def test_what_is_left_open_follows_from_the_model(asked: Callable[..., Any], mod
         (["--text", "no.txt"], "no.txt"),
         (["--tasks", "passkey", "--lengths", "16"], "passkey"),
         (["--questions", "text.txt"], "text.txt"),
-        (["--tasks", "qa_1"], "--tasks qa_1: This task asks questions of a file that you have"),
+        (["--tasks", "qa_1"], "--tasks qa_1: There is no squad to ask questions of"),
         (["--depths", "120"], "depths are percent of the row"),
         (["--num-processes", "4", "--ring", "3"], "--ring 3"),
         (["--tokenizer", "."], "no tokenizer found"),

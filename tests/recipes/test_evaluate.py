@@ -11,7 +11,7 @@ from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, set_seed
 
 from longctx_patch.cli.main import main as longctx
-from longctx_patch.recipes import evaluate, finetune, sft
+from longctx_patch.recipes import evaluate, finetune, models, sft
 from longctx_patch.recipes.evaluated import find
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.models import byte_tokenizer
@@ -120,6 +120,10 @@ def test_the_context_is_evaluated_during_training(
     flags += ["--allow-beyond-reach", "--model", str(base)]
     with pytest.raises(ValueError, match="Did you mean 'passkey'"):
         parse_settings([*flags, "--text", "x", "--output", "y", "--eval-context-tasks", "passky"])
+    with pytest.raises(ValueError, match="eval_context_lengths: 512 tokens, but the model reaches"):
+        models.load_config(
+            parse_settings([*flags[:-3], *flags[-2:], "--text", "x", "--output", "y"])
+        )
     plain = [flag for flag in flags if flag not in flags[:7]]
     texts = ["--text", str(text_file), "--output"]
     finetune.main([*plain, *texts, str(tmp_path / "plain")])
