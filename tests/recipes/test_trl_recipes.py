@@ -56,7 +56,7 @@ def test_a_chat_job_of_three_epochs(job: Path) -> None:
     template = job / "other.jinja"
     template.write_text(NO_MARKS)
     data = ["--data", str(job / "chats.jsonl"), "--eval-data", str(job / "held_out.jsonl")]
-    said = patch(job, *data, "--chat-template", str(template))
+    said = patch(job, *data, "--chat-template", str(template), "--context", "128")
     command = said.strip().splitlines()[-1].split()
     assert command[:2] == ["longctx", "train"]
     more = ["--num-train-epochs", "3", "--eval-strategy", "epoch", "--save-strategy", "epoch"]
@@ -101,7 +101,9 @@ def test_a_chat_job_of_three_epochs(job: Path) -> None:
 
     set_seed(0)
     final = training / "final"
-    base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(final))
+    config = AutoConfig.from_pretrained(final)
+    assert config.max_position_embeddings == 128  # --context, of rows of 96 tokens
+    base = AutoModelForCausalLM.from_config(config)
     PeftModel.from_pretrained(base, str(final))
     assert (final / "chat_template.jinja").read_text() == NO_MARKS
 

@@ -20,7 +20,7 @@ def write(path: Path, records: list[dict[str, Any]]) -> Path:
 def invoke(job: Path, *options: str) -> Result:
     """`longctx patch` for two CPU processes."""
     words = ["patch", str(job / "tiny" / "config.json"), "--seq-len", "96", "--rope", "linear"]
-    words += ["--context", "128", "--gpus", "2", "--cpu", "--out", str(job / "run")]
+    words += ["--gpus", "2", "--cpu", "--out", str(job / "run")]
     return CliRunner().invoke(longctx, [*words, *options])
 
 
