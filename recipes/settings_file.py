@@ -23,6 +23,7 @@ _ALIKE = (
     *(("save_every", "save_steps"), ("keep_last", "save_total_limit"), ("seq_len", "max_length")),
     *(("checkpoint", "gradient_checkpointing"), ("seq_len", "max_seq_length")),
     *(("push_to_hub", "hub_model_id"), ("epochs", "num_train_epochs"), ("lr", "learning_rate")),
+    ("steps", "max_steps"),
 )
 """Names of one setting in different recipes, or in TRL."""
 _SIMPLE = (int, float, bool, str)

@@ -74,7 +74,7 @@ def test_refusals_name_value_rule_and_fix(flags: list[str], message: str) -> Non
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("steps: 3\n", "unknown setting steps. Did you mean 'max_steps'"),
+        ("steps: 3\n", "unknown setting steps. Here it is called max_steps"),
         ("max_steps: many\n", "'many' should be of type int"),
         ("max_steps: 3.5\n", "3.5 should be of type int"),
         ("learning_rate: fast\n", "'fast' should be of type float"),
