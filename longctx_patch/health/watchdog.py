@@ -253,7 +253,9 @@ class Watchdog:
         at, place = self._progress.at, place_of_error(error)
         gone = "" if isinstance(error, SAY_WHERE) else self._gone()
         text = f"{gone}rank {_rank()} failed in {at}: {place}"
-        alarm = self._teller.raise_alarm(Alarm(_rank(), "failed", text), REPORT_S)
+        is_alone = max(self._teller.world, announced_processes()) == 1
+        alarm = Alarm(_rank(), "failed", text)
+        alarm = self._teller.raise_alarm(alarm, 0.0 if is_alone else REPORT_S)
         if alarm.rank != _rank():
             error.add_note(f"Before that: {alarm.text}.")
         elif not isinstance(error, SAY_WHERE):

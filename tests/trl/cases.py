@@ -116,7 +116,7 @@ def write_rows(cases: Sequence[Case], folder: Path) -> None:
     for case in cases:
         if case.trainer in GENERATING and not case.adapter:
             moved(model_of(case)).save_pretrained(folder / case.name / "model")
-        for name, number, seed in (("train", 24, 1), ("eval", 7, 2)):
+        for name, number, seed in (("train", 12, 1), ("eval", 7, 2)):
             found = Dataset.from_list(rows(case.rows, number, seed))
             found.save_to_disk(str(folder / case.name / name))
 

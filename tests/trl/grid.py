@@ -50,7 +50,7 @@ def grid(kind: str, degree: int) -> list[Case]:
 
 def case_of(kind: str, family: str, accumulation: int, way: dict[str, Any]) -> Case:
     trainer, rows, given = KINDS[kind]
-    arguments = given | {"gradient_accumulation_steps": accumulation}
+    arguments = given | {"gradient_accumulation_steps": accumulation, "max_steps": 20}
     name = f"{kind}, {family}, accumulation {accumulation}, {next(iter(way), 'alone')}"
     model = FAMILIES[family]
     if trainer == "trainer":

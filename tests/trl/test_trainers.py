@@ -1,5 +1,5 @@
 """TRL's trainers over several ranks per sequence log and learn what the same trainer does with the
-stock model on one process for each sequence group: all metrics of 20 steps, and every weight."""
+stock model on one process for each sequence group: all metrics of 8 steps, and every weight."""
 
 from pathlib import Path
 from typing import Any
