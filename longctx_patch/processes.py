@@ -57,7 +57,7 @@ def run_processes(
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        context = _context(backend)
+        context = forking(backend)
         deadline = time.time() + timeout_s
         job = (function, num_processes, folder, args, deadline, backend)
         processes = [
@@ -81,7 +81,7 @@ def run_processes(
     return [result for result, _ in outcomes]
 
 
-def _context(backend: str) -> Any:
+def forking(backend: str) -> Any:
     """How processes start: where it is safe, from a fork server with the parent's slow modules.
 
     The server imports them once, for this call and later ones; each spawned process would take

@@ -16,7 +16,7 @@ from longctx_patch.cli.step_rows import forwards_of_step, rows_of_step
 from longctx_patch.recipes import finetune
 from longctx_patch.recipes.metrics import read_metrics
 from tests.cli.conftest import Run
-from tests.launching import run_module
+from tests.launching import run_longctx
 from tests.predict.run.jobs import LLAMA_8B
 
 WriteConfig = Callable[..., Path]
@@ -223,7 +223,7 @@ def test_a_folder_of_two_replicas_trains_as_one_process(
     start = shlex.split(found.output.strip().splitlines()[-1])
     assert start == ["longctx", "train", str(out)]
     more = ["--max-steps", "3", "--learning-rate", "1e-2"]
-    run_module(tmp_path, "longctx_patch.cli.main", *start[1:], *more)
+    assert run_longctx(tmp_path / "said.txt", *start[1:], *more)[0] == 0
     again = ["--settings", str(out / "finetune.yaml"), *more, "--output", str(tmp_path / "one")]
     finetune.main([*again, "--gradient-accumulation-steps", "6"])
     lines, wanted = read_metrics(out / "training"), read_metrics(tmp_path / "one")

@@ -7,10 +7,8 @@ import os
 import re
 import shlex
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,56 +16,58 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from longctx_patch.cli import train
+from longctx_patch.cli.main import main as longctx
 from longctx_patch.cli.train import ending_of, limit_threads, on_processes
 from longctx_patch.health.limits import TimeLimits
 from longctx_patch.health.progress import Progress
 from longctx_patch.health.trail import Trail
 from longctx_patch.plugin import accelerate_yaml
+from longctx_patch.recipes import finetune
 from longctx_patch.recipes.launch import INTERRUPTED
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.settings import Settings
 from tests.cli.conftest import Run
-from tests.launching import clean_environment, run_module
+from tests.launching import run_longctx, start_forked, start_longctx
+from tests.plugin.launched import run_launched
 
 NUMBERS = ("step", "loss", "grad_norm", "learning_rate", "tokens")
-SLOW_LAUNCH = """
-import json, os, sys, time
-import torch.distributed as dist
-from longctx_patch.cli.main import main
 
-launcher, connect = os.getpid(), dist.init_process_group
 
-def note(kind):
-    with open("noted", "a") as file:
-        file.write(json.dumps([kind, time.monotonic()]) + "\\n")
+def launch_slowly(folder: Path) -> None:
+    """Start the run folder with a pause after each fork, and note when processes are forked and
+    connect, and on which addresses the launcher's store listens."""
+    os.chdir(folder)
+    launcher, connect = os.getpid(), dist.init_process_group
 
-def forked():
-    if os.getpid() == launcher:
-        note("forked")
-        time.sleep(3)
+    def note(kind: str) -> None:
+        with Path("noted").open("a") as file:
+            file.write(json.dumps([kind, time.monotonic()]) + "\n")
 
-def listening(port):
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for _, place, _, state, *_ in map(str.split, open(table)):
-            if state == "0A" and place.endswith(f":{port:04X}"):
-                yield place[:-5]
+    def forked() -> None:
+        if os.getpid() == launcher:
+            note("forked")
+            time.sleep(3)
 
-def noted(*given, **more):
-    note("connects")
-    note(" ".join(listening(int(os.environ["MASTER_PORT"]))))
-    return connect(*given, **more)
+    def listening(port: int) -> Iterator[str]:
+        for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+            for _, place, _, state, *_ in map(str.split, Path(table).read_text().splitlines()):
+                if state == "0A" and place.endswith(f":{port:04X}"):
+                    yield place[:-5]
 
-os.register_at_fork(after_in_parent=forked)
-dist.init_process_group = noted
-sys.argv = ["longctx", "train", ".", "--max-steps", "1"]
-main()
-"""
-TRAIN = ("longctx_patch.cli.main", "train")
+    def noted(*given: Any, **more: Any) -> None:
+        note("connects")
+        note(" ".join(listening(int(os.environ["MASTER_PORT"]))))
+        connect(*given, **more)
+
+    os.register_at_fork(after_in_parent=forked)
+    dist.init_process_group = noted
+    longctx(["train", ".", "--max-steps", "1"])
 
 
 @pytest.fixture
@@ -84,14 +84,13 @@ def numbers(output: Path) -> list[tuple[float, ...]]:
     return [tuple(line[name] for name in NUMBERS) for line in read_metrics(output)]
 
 
-def test_its_numbers_are_those_of_accelerate_launch(folder: Path) -> None:
+def test_its_numbers_are_those_of_processes_that_import_by_themselves(folder: Path) -> None:
     """To the last bit; settings go on to the recipe, and the processes share their imports."""
     settings = ["--max-steps", "2", "--output"]
-    run_module(folder, *TRAIN, str(folder), *settings, "trained")
-    launch = ["accelerate.commands.launch", "--config_file", "accelerate.yaml"]
-    launch += ["--main_process_port", "0"]
-    launch += ["-m", "longctx_patch.recipes.finetune", "--settings", "finetune.yaml"]
-    run_module(folder, *launch, *settings, "launched")
+    code, said = run_longctx(folder / "said", "train", folder, *settings, folder / "trained")
+    assert code == 0, said
+    given = ["--settings", str(folder / "finetune.yaml"), *settings, str(folder / "launched")]
+    run_launched(finetune.main, 2, given)
     assert len(numbers(folder / "trained")) == 2
     assert numbers(folder / "trained") == numbers(folder / "launched")
 
@@ -110,8 +109,9 @@ def test_a_file_that_is_no_yaml_is_refused_before_imports(
 
 def test_no_process_connects_while_others_are_still_to_be_forked(folder: Path) -> None:
     """It would connect to a store in the launcher, whose locks the next fork would take along."""
-    command, environment = [sys.executable, "-c", SLOW_LAUNCH], clean_environment()
-    subprocess.run(command, cwd=folder, env=environment, timeout=250, check=True)
+    launcher = start_forked(launch_slowly, folder / "said", folder)
+    launcher.join(250)
+    assert launcher.exitcode == 0, (folder / "said").read_text()
     noted = [json.loads(line) for line in (folder / "noted").read_text().splitlines()]
     forked, connected = ([t for kind, t in noted if kind == k] for k in ("forked", "connects"))
     assert len(forked) == len(connected) == 2
@@ -121,11 +121,10 @@ def test_no_process_connects_while_others_are_still_to_be_forked(folder: Path) -
 
 
 def test_a_refusal_is_one_message(folder: Path) -> None:
-    with pytest.raises(AssertionError) as failed:
-        run_module(folder, *TRAIN, str(folder), "--max-steps", "0")
-    said = str(failed.value).splitlines()
-    assert said[0] == "finetune: max_steps=0: it must be 1 or more."
-    assert "Traceback" not in str(failed.value)
+    code, said = run_longctx(folder / "said", "train", folder, "--max-steps", 0)
+    assert code == 1
+    assert said.splitlines()[0] == "finetune: max_steps=0: it must be 1 or more."
+    assert "Traceback" not in said
 
 
 def failure(tmp_path: Path, rank: int, exitcode: int, message: Any = None) -> ProcessFailure:
@@ -340,31 +339,27 @@ def test_threads_are_those_of_accelerate_launch(
 
 
 @pytest.mark.timeout(180)  # waits for what may never come
-@pytest.mark.parametrize(("processes", "killed_in"), [(1, "imports"), (2, "steps")])
-def test_orphans_of_a_killed_launcher_end(
-    processes: int, killed_in: str, run: Run, config: Any, text_file: Path, tmp_path: Path
+def test_an_orphan_of_a_launcher_that_was_killed_ends(
+    run: Run, config: Any, text_file: Path, tmp_path: Path
 ) -> None:
-    """One that was killed while its only process was importing left it training for ever."""
-    folder, output = tmp_path / "run", tmp_path / "run/training"
-    options = ["--gpus", processes, "--cpu", "--seq-len", 64, "--data", text_file]
+    """One whose launcher was killed while it was importing trained for ever."""
+    folder = tmp_path / "run"
+    options = ["--gpus", 1, "--cpu", "--seq-len", 64, "--data", text_file]
     assert run("patch", config(), *options, "--out", folder).exit_code == 0
-    words = [sys.executable, "-m", *TRAIN, str(folder), "--max-steps", "1000000"]
-    with (tmp_path / "said.txt").open("wb") as log:
-        launcher = psutil.Popen(words, stdout=log, stderr=log, env=clean_environment())
+    log = tmp_path / "said.txt"
+    launcher = start_longctx(log, "train", folder, "--max-steps", "1000000")
     started: list[psutil.Process] = []
     try:
-        while len(started) < processes or not (
-            killed_in == "imports" or (output / "metrics.jsonl").is_file()
-        ):
-            assert launcher.poll() is None
-            started = launcher.children()
+        while not started:
+            assert launcher.is_alive()
+            started = psutil.Process(launcher.pid).children()
             time.sleep(0.05)
         launcher.kill()
         _, left = psutil.wait_procs(started, timeout=60)
         assert not left
-        if processes == 1:  # torch has the system end those that it forks, without a word
-            assert "launcher is gone" in (tmp_path / "said.txt").read_text()
+        assert "launcher is gone" in log.read_text()
     finally:
-        for process in (launcher, *started):
+        launcher.kill()
+        for process in started:
             with suppress(psutil.NoSuchProcess):
                 process.kill()

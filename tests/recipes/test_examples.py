@@ -11,32 +11,32 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.launching import run_module
+from tests.meeting import held_ports
 from tests.plugin.launched import run_launched
+from tests.recipes.test_sharded_reading import forget_accelerate
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.timeout(300)
-def test_two_processes_train_as_one(tmp_path: Path) -> None:
-    """The example compares losses by itself and exits with an error if they differ."""
-    words = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    said = run_module(tmp_path, *words, str(EXAMPLES / "import_and_patch.py"))
-    assert "2 processes, losses" in said
+def run_both_ways(ports: list[int]) -> list[str]:
+    """What the example prints, without and with --packed. It compares losses by itself, and exits
+    with an error if they differ."""
+    found = []
+    for words, port in zip(([], ["--packed"]), ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        sys.argv = ["import_and_patch.py", *words]
+        with redirect_stdout(StringIO()) as said:
+            runpy.run_path(str(EXAMPLES / "import_and_patch.py"), run_name="__main__")
+        forget_accelerate()
+        found.append(said.getvalue())
+    return found
 
 
-def run_packed_example() -> str:
-    """What the example prints with --packed."""
-    sys.argv = ["import_and_patch.py", "--packed"]
-    with redirect_stdout(StringIO()) as said:
-        runpy.run_path(str(EXAMPLES / "import_and_patch.py"), run_name="__main__")
-    return said.getvalue()
-
-
-def test_two_processes_train_on_packed_rows_as_one() -> None:
-    said, nothing = run_launched(run_packed_example, 2)
-    assert "2 processes, losses" in said
-    assert nothing == ""
+def test_two_processes_train_as_one() -> None:
+    with held_ports(2) as ports:
+        said, nothing = run_launched(run_both_ways, 2, ports)
+    assert all("2 processes, losses" in each for each in said)
+    assert nothing == ["", ""]
 
 
 def run_trainer_example(name: str, folder: str) -> str:

@@ -21,7 +21,7 @@ from longctx_patch.recipes import finetune
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.saving.signals import Agreement, StopSignals, stop_signals
 from tests.harness import run_distributed
-from tests.launching import clean_environment
+from tests.launching import start_longctx
 
 NUMBERS = ("step", "loss", "grad_norm", "learning_rate", "tokens")
 
@@ -140,15 +140,12 @@ def run_folder(folder: Path, num_processes: int, config_file: Path, text_file: P
     return folder / "training"
 
 
-def wait_for_steps(output: Path, job: "subprocess.Popen[Any]") -> None:
+def wait_for_steps(output: Path, job: Any) -> None:
     limit = time.monotonic() + 120
     while not (output / "metrics.jsonl").exists() or len(read_metrics(output)) < 3:
         assert time.monotonic() < limit
-        assert job.poll() is None
+        assert job.is_alive()
         time.sleep(0.1)
-
-
-TRAIN = [sys.executable, "-m", "longctx_patch.cli.main", "train"]
 
 
 @pytest.mark.parametrize(("num_processes", "number"), [(2, signal.SIGTERM), (1, signal.SIGUSR1)])
@@ -158,32 +155,23 @@ def test_longctx_train_hands_signals_on(
     """The launcher waits until the processes have saved, also one that was stopped, and ends with
     their code."""
     output = run_folder(tmp_path / "a run", num_processes, config_file, text_file)
-    job = subprocess.Popen(
-        [*TRAIN, str(output.parent), "--resume", "auto"],
-        env=clean_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    job = start_longctx(tmp_path / "said", "train", output.parent, "--resume", "auto")
     try:
         wait_for_steps(output, job)
+        launcher = psutil.Process(job.pid)
         if num_processes > 1:
-            psutil.Process(job.pid).children()[1].suspend()
-        job.send_signal(number)
-        said = job.communicate(timeout=100)[0]
+            launcher.children()[1].suspend()
+        launcher.send_signal(number)
+        job.join(100)
     finally:
         job.kill()
-    assert job.returncode == 128 + number, said
+    said = (tmp_path / "said").read_text()
+    assert job.exitcode == 128 + number, said
     assert "Traceback" not in said
     (saved,) = complete(steps_of(output))
     assert saved.step == len(read_metrics(output))
     assert said.count(f"stopped by {number.name} after step {saved.step}") == 1
     assert not list(output.glob(".lock"))
-
-
-def take_terminal() -> None:
-    """Make the terminal at standard input that of the session."""
-    os.close(os.open(os.ttyname(0), os.O_RDWR))
 
 
 def read_until(terminal: int, closing: threading.Event) -> None:
@@ -201,24 +189,17 @@ def test_a_closed_terminal_saves_the_run(
     would print is an error by then."""
     output = run_folder(tmp_path / "a run", 2, config_file, text_file)
     ours, theirs = os.openpty()
-    job = subprocess.Popen(
-        [*TRAIN, str(output.parent)],
-        env=clean_environment(),
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        start_new_session=True,
-        preexec_fn=take_terminal,
-    )
-    os.close(theirs)
+    job = start_longctx(Path(os.ttyname(theirs)), "train", output.parent)
     closing = threading.Event()
     reader = threading.Thread(target=read_until, args=(ours, closing), daemon=True)
     reader.start()
     try:
         wait_for_steps(output, job)
+        os.close(theirs)
         closing.set()
         reader.join()
-        assert job.wait(timeout=100) == 129
+        job.join(100)
+        assert job.exitcode == 129
     finally:
         job.kill()
     (saved,) = complete(steps_of(output))
