@@ -15,7 +15,7 @@ from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.settings import parse_settings
 from tests.cli.conftest import Run
 from tests.hf.seeing import seeing_model
-from tests.launching import run_module
+from tests.launching import run_longctx
 
 FILES = ["README.md", "accelerate.yaml", "config.json", "finetune.yaml", "plan.json"]
 
@@ -63,11 +63,10 @@ def test_the_run_folder_trains_and_verifies(
     start, launch, verify, report, evaluate = commands(folder)
     assert evaluate == f"{report.replace('report', 'eval')} --cpu"
     assert start in result.output
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
     program, *arguments = shlex.split(start)
     assert (program, arguments[0]) == ("longctx", "train")
-    run_module(elsewhere, "longctx_patch.cli.main", *arguments, "--max-steps", "2")
+    code, said = run_longctx(tmp_path / "said", *arguments, "--max-steps", "2")  # from elsewhere
+    assert code == 0, said
     assert launch.startswith("accelerate launch --config_file ")
     lines = read_metrics(folder / "training")
     again = ["--settings", str(folder / "finetune.yaml"), "--max-steps", "2"]

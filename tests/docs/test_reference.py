@@ -2,8 +2,8 @@
 
 import re
 import runpy
-import subprocess
-import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.docs.pages import PAGES, ROOT, blocks, name_of
+from tests.plugin.launched import run_launched
 from tests.tiny_llama import TINY_LLAMA
 
 HUB = "Qwen/Qwen3-0.6B"
@@ -34,6 +35,13 @@ def test_what_needs_no_hub_runs(text: str) -> None:
     exec(compile(text, "page", "exec"), {"__name__": "page"})
 
 
+def run_script(text: str) -> str:
+    """What a script prints."""
+    with redirect_stdout(StringIO()) as said:
+        exec(compile(text, "script", "exec"), {"__name__": "__main__"})
+    return said.getvalue()
+
+
 def test_readmes_script_gives_the_loss_of_one_process(tmp_path: Path) -> None:
     (script,) = blocks(ROOT / "README.md", "python")
     torch.manual_seed(0)
@@ -43,10 +51,7 @@ def test_readmes_script_gives_the_loss_of_one_process(tmp_path: Path) -> None:
     with torch.no_grad():
         alone = model(input_ids=row, labels=row).loss.item()
     assert HUB in script
-    (tmp_path / "script.py").write_text(script.replace(HUB, str(tmp_path / "model")))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command.append(str(tmp_path / "script.py"))
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=240)
-    losses = [float(loss) for loss in re.findall(r"^\d\.\d+$", done.stdout, re.MULTILINE)]
+    said = run_launched(run_script, 2, script.replace(HUB, str(tmp_path / "model")))
+    losses = [float(loss) for loss in re.findall(r"^\d\.\d+$", "\n".join(said), re.MULTILINE)]
     assert losses[0] == pytest.approx(alone, rel=1e-6)
     assert losses[2] < losses[1] < losses[0]

@@ -43,7 +43,8 @@ close_accelerator(acc)  # has nothing left to do
 """
 
 
-def _launch_arguments(path: Path, *more: str) -> argparse.Namespace:
+def launch_arguments(path: Path, *more: str) -> argparse.Namespace:
+    """What `accelerate launch` reads of a file, and of flags."""
     arguments = launch_command_parser().parse_args(
         ["--config_file", str(path), *more, "-m", "longctx_patch.recipes.finetune"]
     )
@@ -80,7 +81,7 @@ def test_what_the_launcher_exports_is_what_we_need(
 ) -> None:
     num_processes, degree, dp_shard, others = FILES[name]
     fsdp = others.get("fsdp", False)
-    arguments = _launch_arguments(RECIPES / name)
+    arguments = launch_arguments(RECIPES / name)
     assert arguments.num_processes == num_processes
     assert arguments.multi_gpu is not fsdp
     arguments.main_process_port = 0  # the default port may be taken
@@ -106,10 +107,10 @@ def test_what_the_launcher_exports_is_what_we_need(
 def test_two_machines_need_a_name_and_the_command_line_wins() -> None:
     """The launcher refuses the placeholder in the file before it waits for other machines."""
     path = RECIPES / "two_nodes_16gpu_sp8_fsdp2.yaml"
-    arguments = _launch_arguments(path, "--machine_rank", "1", "--main_process_ip", "127.0.0.1")
+    arguments = launch_arguments(path, "--machine_rank", "1", "--main_process_ip", "127.0.0.1")
     assert (arguments.machine_rank, arguments.main_process_ip) == (1, "127.0.0.1")
     with pytest.raises(ValueError, match="'<main_process_ip is the name or address of machine 0>"):
-        multi_gpu_launcher(_launch_arguments(path, "--machine_rank", "1"))
+        multi_gpu_launcher(launch_arguments(path, "--machine_rank", "1"))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +125,7 @@ def test_a_machine_that_never_comes_ends_the_wait(rank: int, said: str) -> None:
     asked = ["--machine_rank", str(rank), "--rdzv_conf", "timeout=1"]
     asked += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(unused_port())]
     with pytest.raises(RuntimeError, match=said):
-        multi_gpu_launcher(_launch_arguments(path, *asked))
+        multi_gpu_launcher(launch_arguments(path, *asked))
 
 
 def test_two_cpu_processes_really_start(tmp_path: Path) -> None:

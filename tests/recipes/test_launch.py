@@ -1,9 +1,11 @@
-"""Processes started by `accelerate launch`, as a user does it, against one process."""
+"""Processes as a launcher starts them against one process, and how they end."""
 
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -16,9 +18,14 @@ from longctx_patch.plugin import accelerate_yaml
 from longctx_patch.recipes import finetune
 from longctx_patch.recipes.launch import INTERRUPTED, one_message
 from longctx_patch.recipes.metrics import read_metrics
-from tests.launching import run_module
 from tests.plugin.launched import run_launched
 from tests.recipes.conftest import write_documents
+
+
+def finetune_and_listen(arguments: list[str]) -> str:
+    with redirect_stdout(StringIO()) as said, redirect_stderr(said):
+        finetune.main(arguments)
+    return said.getvalue()
 
 
 @pytest.mark.timeout(600)
@@ -27,36 +34,30 @@ def test_two_replicas_of_two_ranks_train_as_one_process_and_resume(
 ) -> None:
     """This holds although replicas have unequal numbers of tokens and some shards have none."""
     text = write_documents(tmp_path, 3, 50, 17, 64, 31, 2, 40, 8, 59, 97)
-    (tmp_path / "four.yaml").write_text(
-        accelerate_yaml(4, 2, fsdp=False, cpu=True, mixed_precision="no")
-    )
     flags = ["--model", str(config_file), "--text", str(text), "--rope"]
     flags += ["yarn", "--one-document-per-row", "--seq-len", "97", "--max-steps", "4"]
     flags += ["--gradient-accumulation-steps", "2", "--learning-rate", "1e-2", "--save-every", "2"]
     finetune.main([*flags, "--batch-size", "2", "--output", str(tmp_path / "one")])
-    launch = ["accelerate.commands.launch", "--config_file", "four.yaml"]
-    launch += ["--main_process_port", "0", "-m", "longctx_patch.recipes.finetune"]
-    sharded = [*flags, "--ulysses", "2", "--checkpoint", "attention"]
-    said = run_module(tmp_path, *launch, *sharded, "--output", "four")
-    assert said.count("| 0/4 [00:00<?, ?step/s]") == 1  # one process shows its progress
-    assert said.count("step/s") == 2  # at the start and at the end, as lines
-    assert "\r" not in said
-    whole = read_metrics(tmp_path / "four")
+    four = [*flags, "--ulysses", "2", "--checkpoint", "attention", "--output", str(tmp_path / "4")]
+    by_rank = run_launched(finetune_and_listen, 4, four)
+    assert by_rank[0].count("| 0/4 [00:00<?, ?step/s]") == 1
+    assert by_rank[0].count("step/s") == 2  # at the start and at the end, as lines
+    assert "\r" not in by_rank[0]
+    assert not any("step/s" in said for said in by_rank[1:])  # one process shows its progress
+    whole = read_metrics(tmp_path / "4")
     for our, their in zip(whole, read_metrics(tmp_path / "one"), strict=True):
         for name in ("loss", "grad_norm", "tokens", "learning_rate"):
             assert our[name] == pytest.approx(their[name], rel=1e-5), name
 
-    final = tmp_path / "four" / "final"
+    final = tmp_path / "4" / "final"
     set_seed(0)
     base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(final))
     PeftModel.from_pretrained(base, str(final))
 
-    again = [*sharded, "--output", str(tmp_path / "again")]
-    run_launched(finetune.main, 4, again)
-    whole = read_metrics(tmp_path / "again")
-    (tmp_path / "again/checkpoints/step_000004/run.json").unlink()
-    run_launched(finetune.main, 4, [*again, "--resume"])
-    for repeated, before in zip(read_metrics(tmp_path / "again"), whole, strict=True):
+    (tmp_path / "4/settings.json").unlink()  # else the run has ended
+    (tmp_path / "4/checkpoints/step_000004/run.json").unlink()
+    run_launched(finetune.main, 4, [*four, "--resume"])
+    for repeated, before in zip(read_metrics(tmp_path / "4"), whole, strict=True):
         assert (repeated["loss"], repeated["grad_norm"]) == (before["loss"], before["grad_norm"])
 
 

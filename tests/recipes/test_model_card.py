@@ -1,6 +1,7 @@
 """What a trained model says of itself, and that no way of loading an adapter is silently wrong."""
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,12 @@ from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, set_seed
 
 from longctx_patch.cli.report_data import read_run
-from longctx_patch.recipes import finetune, hub
+from longctx_patch.recipes import finetune, hub, sft
 from longctx_patch.recipes.merge import find_adapter, merge
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.model_card import MARK
 from longctx_patch.recipes.models import byte_tokenizer
-from tests.launching import run_module
+from tests.launching import start_forked
 from tests.tiny_llama import TINY_LLAMA
 
 IDS = torch.arange(128)[None]
@@ -103,14 +104,23 @@ def test_the_card_says_what_was_trained_on_what_and_how_it_ended(
     assert f"torch {torch.__version__.split('+')[0]}" in rows["versions"]
 
 
+def train_in(folder: Path, words: list[str]) -> None:
+    os.chdir(folder)
+    sft.main(words)
+
+
 def test_a_run_over_trl_has_a_card_a_report_and_a_merged_model(base: Path, tmp_path: Path) -> None:
     pairs = [{"prompt": f"What is {n}+2?", "completion": f"It is {n + 2}."} for n in range(4)]
     for name in ("pairs", "others"):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, pairs)))
-    words = "longctx_patch.recipes.sft --data pairs.jsonl --eval_data others.jsonl --rope yarn"
+    words = "--data pairs.jsonl --eval_data others.jsonl --rope yarn"
     words += " --eval_strategy epoch --seq_len 128 --num_train_epochs 2 --output_dir out"
     words += " --report_to none --use_cpu --logging_steps 1 --learning_rate 0.01"
-    said = run_module(tmp_path, *words.split(), "--model", str(base))
+    given = [*words.split(), "--model", str(base)]
+    process = start_forked(train_in, tmp_path / "said", tmp_path, given)
+    process.join(250)
+    said = (tmp_path / "said").read_text()
+    assert process.exitcode == 0, said
     assert "Next: longctx report out" in said
     final = tmp_path / "out/final"
     text = (final / "README.md").read_text()

@@ -22,7 +22,7 @@ from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.trl_callbacks import SAMPLES_FILE
 from longctx_patch.recipes.trl_saving import StopCallback
 from tests.health.flaw import Flaw
-from tests.launching import run_module
+from tests.launching import run_longctx
 from tests.plugin.launched import run_launched
 from tests.recipes.data.test_reading import NO_MARKS
 from tests.recipes.test_model_card import Hub
@@ -75,7 +75,8 @@ def test_a_chat_job_of_three_epochs(job: Path) -> None:
     more += ["--early-stopping", "5", "--metric-for-best-model", "eval_loss"]
     more += ["--greater-is-better", "1"]  # so that the best is not the last
     more += ["--report-to", "tensorboard"]
-    run_module(job, "longctx_patch.cli.main", *command[1:], *more)
+    code, printed = run_longctx(job / "said", *command[1:], *more)
+    assert code == 0, printed
     training = job / "run" / "training"
     settings = str(job / "run" / "sft.yaml")
     one = ["--config", settings, *more, "--ulysses", "1", "--output-dir", str(job / "one")]

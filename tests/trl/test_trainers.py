@@ -30,7 +30,7 @@ ONE_PAIR = {"per_device_train_batch_size": 1}
 """Then gradients of a head that learns are made in forward."""
 PACKED = {"packing": True, "max_length": 40}
 
-GENERATED = {"max_completion_length": 8, "num_generations": 4, "beta": 0.1}
+GENERATED = {"max_completion_length": 8, "num_generations": 4, "beta": 0.1, "max_steps": 4}
 
 TWO = [
     Case("sft", "sft", "text", RING, arguments=THRICE, layers=2),
@@ -53,7 +53,15 @@ TWO = [
         RING | {"loss": "logits"},
         arguments={"label_smoothing_factor": 0.1},
     ),
+    Case("completions", "sft", "completion", ULYSSES, "mistral", arguments=THRICE),
     Case("dpo", "dpo", "pairs", RING, arguments=THRICE),
+    Case(
+        "dpo beforehand",
+        "dpo",
+        "pairs",
+        RING,
+        arguments=BEFOREHAND | {"use_weighting": True, "ld_alpha": 0.5},
+    ),
     Case("dpo of one pair", "dpo", "pairs", RING, arguments=ALL_LOSSES | ONE_PAIR),
     Case("kto", "kto", "labelled", ULYSSES, "qwen3"),
     Case(
@@ -75,14 +83,6 @@ TWO = [
     ),
 ]
 FOUR = [
-    Case("completions", "sft", "completion", BOTH, "mistral", arguments=THRICE),
-    Case(
-        "dpo beforehand",
-        "dpo",
-        "pairs",
-        {"ring_degree": 4},
-        arguments=BEFOREHAND | {"use_weighting": True, "ld_alpha": 0.5},
-    ),
     Case("kto with adapters", "kto", "labelled", BOTH, adapter=True, arguments=BEFOREHAND),
 ]
 REPLICAS = [
@@ -129,7 +129,7 @@ REPLICAS = [
         "grpo",
         "prompts",
         RING,
-        arguments=GENERATED | {"max_steps": 4},
+        arguments=GENERATED,
         sharding=sharded(RING, "LlamaDecoderLayer", copies=1),
     ),
 ]

@@ -67,11 +67,17 @@ def one_process(
     return Step(loss.detach(), gradients(model))
 
 
+ONE_OF_EACH = {family.features: name for name, family in SUPPORTED.items()}
+"""A family of each combination of features."""
+
+
 def train_families(rank: int, num_ranks: int) -> dict[str, Step]:
-    """A step of every family, with Ulysses, ring and both in turn, by the number of ranks."""
+    """A step of every family on three ranks, and else of one for each combination of features, with
+    Ulysses, ring and both in turn, by the number of ranks."""
+    families = SUPPORTED if num_ranks == 3 else ONE_OF_EACH.values()
     pairs = [(u, r) for u, r in product(range(1, num_ranks + 1), repeat=2) if u * r == num_ranks]
     steps = {}
-    for number, family in enumerate(SUPPORTED, start=num_ranks):
+    for number, family in enumerate(families, start=num_ranks):
         ulysses, ring = pairs[number % len(pairs)]
         model = featured_model(family)
         config = LongContextConfig(ulysses_degree=ulysses, ring_degree=ring, ulysses_waves=2)

@@ -3,8 +3,6 @@
 import os
 import select
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -19,9 +17,9 @@ from longctx_patch.checkpoints.names import steps_of
 from longctx_patch.plugin.launch_yaml import accelerate_yaml
 from longctx_patch.recipes import finetune
 from longctx_patch.recipes.metrics import read_metrics
-from longctx_patch.recipes.saving.signals import Agreement, StopSignals, stop_signals
+from longctx_patch.recipes.saving.signals import SAME_S, Agreement, StopSignals, stop_signals
 from tests.harness import run_distributed
-from tests.launching import start_longctx
+from tests.launching import start_forked, start_longctx
 
 NUMBERS = ("step", "loss", "grad_norm", "learning_rate", "tokens")
 
@@ -40,25 +38,23 @@ def test_a_signal_leaves_a_note_and_handlers_come_back() -> None:
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
-def test_a_second_signal_ends_the_process() -> None:
+def signal_thrice() -> None:
+    with StopSignals() as stop:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGHUP)
+        print("goes on", stop.asked, flush=True)
+        time.sleep(SAME_S + 0.1)
+        signal.raise_signal(signal.SIGTERM)
+        print("never said", flush=True)
+
+
+def test_a_second_signal_ends_the_process(tmp_path: Path) -> None:
     """At once, though the first one is not answered yet; but what comes with the first one is one
     with it, as that of a launcher whose whole group was signalled."""
-    program = """
-import signal, time
-from longctx_patch.recipes.saving.signals import SAME_S, StopSignals
-with StopSignals() as stop:
-    signal.raise_signal(signal.SIGTERM)
-    signal.raise_signal(signal.SIGHUP)
-    print("goes on", stop.asked, flush=True)
-    time.sleep(SAME_S + 0.1)
-    signal.raise_signal(signal.SIGTERM)
-    print("never said")
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == -signal.SIGTERM
-    assert done.stdout == "goes on 15\n"
+    process = start_forked(signal_thrice, tmp_path / "said")
+    process.join(60)
+    assert process.exitcode == -signal.SIGTERM
+    assert (tmp_path / "said").read_text() == "goes on 15\n"
 
 
 def test_a_job_under_nohup_stays(monkeypatch: pytest.MonkeyPatch) -> None:
