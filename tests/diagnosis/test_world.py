@@ -82,7 +82,7 @@ def test_torchrun_starts_it_and_rank_0_reports_for_all(tmp_path: Path) -> None:
 
 def test_a_rank_that_does_not_come_is_reported_and_nobody_waits_for_ever(tmp_path: Path) -> None:
     done = subprocess.run(
-        [*DOCTOR, "--limit", "10", "--out", str(tmp_path)],
+        [*DOCTOR, "--limit", "5", "--out", str(tmp_path)],
         env=environment(0, unused_port()),
         capture_output=True,
         text=True,

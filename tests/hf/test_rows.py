@@ -106,7 +106,6 @@ def alone(family: str, batch: Batch, num_items: float | None) -> Step:
 WAYS: dict[int, list[dict[str, Any]]] = {
     2: [{"ring_degree": 2}, {"ulysses_degree": 2, "loss": "logits"}],
     3: [{"ring_degree": 3, "layout": "contiguous", "checkpoint": "attention"}],
-    4: [{"ring_degree": 2, "ulysses_degree": 2}],
 }
 FAMILIES = ("llama", "mistral")
 COUNTS = (None, 37, torch.tensor(37.0))
