@@ -115,6 +115,7 @@ def with_noise(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 def losses_of_drawn_images(folder: str, is_patched: bool) -> list[float]:
     this: Any = multiprocessing.current_process()
     this._config["daemon"] = False  # else it may not start workers
+    multiprocessing.set_start_method("fork", force=True)  # as in a script
     trainer = make_trainer(DRAWN, folder, is_patched=is_patched, data_collator=with_noise)
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
