@@ -65,8 +65,8 @@ def test_the_run_folder_trains_and_verifies(
     assert start in result.output
     program, *arguments = shlex.split(start)
     assert (program, arguments[0]) == ("longctx", "train")
-    code, said = run_longctx(tmp_path / "said", *arguments, "--max-steps", "2")  # from elsewhere
-    assert code == 0, said
+    code, printed = run_longctx(tmp_path / "said", *arguments, "--max-steps", "2")  # elsewhere
+    assert code == 0, printed
     assert launch.startswith("accelerate launch --config_file ")
     lines = read_metrics(folder / "training")
     again = ["--settings", str(folder / "finetune.yaml"), "--max-steps", "2"]
