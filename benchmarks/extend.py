@@ -26,6 +26,7 @@ import sysconfig
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ HELD_OUT = ("jax", "jaxlib", "scipy", "botorch", "gpytorch", "networkx")
 LEAST_LONG = 100_000
 MOST_LONG = 3_000_000
 """Characters of a joined document, about 30 and 900 thousand tokens."""
+MOST_TRAINED = 80_000_000
+"""Characters of all long documents, more than the runs read."""
 RECALL_EVERY = 12_000
 """Characters between statements that are made again, about 4,000 tokens."""
 OTHER_LENGTH = 8192
@@ -57,19 +60,19 @@ class Run:
 
 
 RUNS = {
-    "theta_64k": Run(context="64K", stages="16K:60,64K:120", options=("--rope", "theta", "--full")),
-    "yarn_64k": Run(context="64K", stages="16K:60,64K:120", options=("--rope", "yarn", "--full")),
+    "theta_64k": Run(context="64K", stages="16K:16,64K:120", options=("--rope", "theta", "--full")),
+    "yarn_64k": Run(context="64K", stages="16K:16,64K:120", options=("--rope", "yarn", "--full")),
     "longlora_64k": Run(
         context="64K",
-        stages="16K:60,64K:120",
+        stages="16K:16,64K:120",
         options=("--rope", "theta", "--lora", "--also-train", "embeddings,norms"),
         learning_rate=1e-3,
     ),
     "theta_128k": Run(
-        context="128K", stages="32K:60,128K:100", options=("--rope", "theta", "--full")
+        context="128K", stages="32K:16,128K:100", options=("--rope", "theta", "--full")
     ),
     "yarn_128k": Run(
-        context="128K", stages="32K:60,128K:100", options=("--rope", "yarn", "--full")
+        context="128K", stages="32K:16,128K:100", options=("--rope", "yarn", "--full")
     ),
 }
 
@@ -121,6 +124,8 @@ def write_texts(folder: Path, *, recalls: bool, most_tokens: int) -> None:
     trained = [name for name in packages if name not in HELD_OUT]
     long = list(joined_sources(trained, root))
     draw.shuffle(long)
+    ends = accumulate(map(len, long))
+    long = [text for text, end in zip(long, ends, strict=True) if end <= MOST_TRAINED]
     if recalls:
         long = [with_recalls(text, draw, 3 * most_tokens) for text in long]
     held = joined_sources([name for name in HELD_OUT if name in packages], root)
@@ -189,11 +194,11 @@ def extend(run: Commands, name: str, recipe: Run, arguments: argparse.Namespace)
     )
     rate = f"--learning-rate={recipe.learning_rate}"
     ended = ended and run(f"{name}.train", "train", name, rate, "--warmup-steps=10")
-    tasks = ("--tasks", arguments.tasks, "--lengths", lengths, "--text", "held.jsonl")
-    tasks = (*tasks, "--samples", str(arguments.samples))
+    tasks = [f"--tasks={arguments.tasks}", f"--lengths={lengths}", "--text=held.jsonl"]
+    tasks.append(f"--samples={arguments.samples}")
     ended = ended and run(f"{name}.eval", "eval", name, *tasks, "--out", f"{name}_eval", *run.where)
     if ended and arguments.other:
-        other = ("--tasks", "", "--lengths", "8K", "--text", "other.jsonl")
+        other = ("--tasks=", "--lengths=8K", "--text=other.jsonl")
         run(f"{name}.other", "eval", name, *other, "--out", f"{name}_other", *run.where)
 
 
