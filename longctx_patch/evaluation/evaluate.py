@@ -226,8 +226,9 @@ def _problems(handle: PatchHandle, tokenizer: Any, asked: ContextEvaluation) -> 
     if tokenizer is None and (has_words or asked.tasks):
         yield "tokenizer=None: tasks, and texts that are no token ids, need the model's own."
     config = handle.model.config
-    if not handle.config.allow_beyond_reach:
-        yield from filter(None, (reach_problem(config, length) for length in asked.lengths))
+    longest = max(*asked.lengths, *(sample.num_tokens for sample in asked.own), 0)
+    if not handle.config.allow_beyond_reach and (problem := reach_problem(config, longest)):
+        yield problem
 
 
 def _long_texts(tokenizer: Any, asked: ContextEvaluation) -> list[Tensor]:

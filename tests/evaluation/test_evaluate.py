@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 from longctx_patch import (
     ContextEvaluation,
@@ -49,24 +50,25 @@ def losses_of(scores: ContextScores) -> list[float | None]:
 
 
 def over_processes(rank: int) -> list[Any]:
-    """Two groups of two ranks: replicas, weights sharded and not, and in the middle of training."""
+    """Two groups of two ranks: copies under DDP, sharded weights, and in the middle of training."""
     found: list[Any] = []
     for shards in (False, True):
         model = featured_model("llama")
         handle = patch(model, LongContextConfig(ring_degree=2))
+        trained: Any = model if shards else DistributedDataParallel(model)
         if shards:
             for layer in model.model.layers:
                 fully_shard(layer)
             fully_shard(model)
-        found.append(score_samples(RowScorer(handle), SAMPLES))
-        scores = evaluate_context(handle, None, ASKED)
+        found.append(score_samples(RowScorer(handle, trained), SAMPLES))
+        scores = evaluate_context(handle, None, ASKED, model=trained)
         found.append(replace(scores, seconds=0.0).as_json())
         assert scores.seconds > 0
-        assert model.training
+        assert all(module.training for module in trained.modules())
         if shards:
             assert all(isinstance(p, DTensor) for p in model.parameters())
         row = torch.tensor([document(20, 3)])
-        loss = model(input_ids=row, labels=row).loss
+        loss = trained(input_ids=row, labels=row).loss
         loss.backward()
         assert loss.item() == pytest.approx(stock_loss(row), rel=1e-5)
     differs = replace(ASKED, seed=43) if rank == 1 else ASKED
@@ -171,6 +173,7 @@ ids = tuple(document(30, 1))
         ({"longppl": True}, "after 4096 tokens. Give texts and a greater length"),
         ({"texts": ((97, *ids),)}, "embedding has 97 rows. Check the tokenizer"),
         ({"tasks": ("needle",)}, "needle"),
+        ({"own": (replace(SAMPLES[0], prompt=(3,) * 2048, length=4096),)}, "2054 tokens"),
         ({"texts": ("a text",)}, "tokenizer=None"),
         ({"texts": (5,)}, "can't be prepared: TypeError"),
     ],

@@ -1,14 +1,17 @@
 """Losses by position and LongPPL are those of the stock model's own logits, on any number of
 ranks; packed documents count as each alone."""
 
+import copy
 import math
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from longctx_patch import PatchHandle
-from longctx_patch.evaluation import longppl
+from longctx_patch import ContextEvaluation, LongContextConfig, PatchHandle, evaluate_context, patch
+from longctx_patch.evaluation import evaluate, longppl
 from longctx_patch.evaluation.longppl import LongPPL, long_ppl, short_log_probs
 from longctx_patch.evaluation.positions import default_edges, edge_problem, loss_by_position
 from longctx_patch.evaluation.rows import Batch, RowScorer, batch_of
@@ -61,17 +64,19 @@ def test_losses_by_position(way: dict[str, int]) -> None:
 CONTEXT, STEP = 16, 6
 
 
-def longppl_by_hand(texts: list[Tensor], alpha: float, beta: float) -> LongPPL:
-    """The paper's definition, a window of `STEP` tokens at a time, as its authors compute it."""
+def longppl_by_hand(texts: list[Tensor], alpha: float, beta: float, judge: Any = MODEL) -> LongPPL:
+    """The paper's definition, a window of `STEP` tokens at a time, as its authors compute it; the
+    judge finds the key tokens."""
     keys, everything = [], []
     for text in texts:
-        long = stock_log_probs(MODEL, text)
-        everything += long.tolist()
+        mine, long = stock_log_probs(MODEL, text), stock_log_probs(judge, text)
+        everything += mine.tolist()
         for start in range(0, len(text) - CONTEXT, STEP):
             window = text[start : start + CONTEXT + STEP]
-            short = stock_log_probs(MODEL, window)[CONTEXT - 1 :]
-            same = long[start + CONTEXT - 1 :][: len(short)]
-            keys += same[((same - short) > alpha) & (same > beta)].tolist()
+            short = stock_log_probs(judge, window)[CONTEXT - 1 :]
+            places = slice(start + CONTEXT - 1, start + CONTEXT - 1 + len(short))
+            is_key = ((long[places] - short) > alpha) & (long[places] > beta)
+            keys += mine[places][is_key].tolist()
     return LongPPL(
         longppl=math.exp(-sum(keys) / len(keys)) if keys else None,
         perplexity=math.exp(-sum(everything) / len(everything)),
@@ -100,6 +105,28 @@ def test_longppl(
         assert (found.key_tokens, found.tokens) == (wanted.key_tokens, wanted.tokens)
         assert found.perplexity == pytest.approx(wanted.perplexity, rel=1e-5)
         assert found.longppl == (wanted.longppl and pytest.approx(wanted.longppl, rel=1e-5))
+
+
+def test_another_model_finds_the_key_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(longppl, "ALPHA", 0.05)
+    monkeypatch.setattr(longppl, "BETA", -5.0)
+    monkeypatch.setattr(evaluate, "CONTEXT", CONTEXT)
+    short = partial(short_log_probs, context=CONTEXT, step=STEP)
+    monkeypatch.setattr(evaluate, "short_log_probs", short)
+    judge = featured_model("llama", num_hidden_layers=3)
+    wanted = longppl_by_hand(TEXTS, 0.05, -5.0, judge)
+    handle, other = (patch(copy.deepcopy(m), LongContextConfig()) for m in (MODEL, judge))
+    asked = ContextEvaluation(
+        lengths=(LENGTH,), texts=tuple(tuple(text.tolist()) for text in TEXTS), longppl=True
+    )
+    own = evaluate_context(handle, None, asked).longppl
+    assert own is not None
+    assert own.longppl == pytest.approx(longppl_by_hand(TEXTS, 0.05, -5.0).longppl, rel=1e-5)
+    found = evaluate_context(handle, None, asked, key_handle=other).longppl
+    assert found is not None
+    assert (found.key_tokens, found.tokens) == (wanted.key_tokens, wanted.tokens)
+    assert found.longppl == pytest.approx(wanted.longppl, rel=1e-5)
+    assert own.key_tokens != found.key_tokens
 
 
 def test_edges() -> None:
