@@ -207,8 +207,7 @@ def read_inputs(settings: Settings, accelerator: Any, stages: Stages) -> Inputs:
     if settings.num_train_epochs:
         steps = math.ceil(settings.num_train_epochs * data.steps_of_epoch)
         settings = dataclasses.replace(settings, max_steps=steps)
-    each = [("train data", stage.rows) for stage in data.stages]
-    for name, rows in (*each, ("eval data", data.evaluation)):
+    for name, rows in (*data.named_rows, ("eval data", data.evaluation)):
         if rows is not None:
             rows.say_losses(name, allowed=settings.allow_dropped, say=accelerator.print)
     run = fingerprint(

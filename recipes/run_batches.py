@@ -56,6 +56,13 @@ class Data(NamedTuple):
         return len(stage.rows) / stage.order.rows_per_step
 
     @property
+    def named_rows(self) -> list[tuple[str, TextRows]]:
+        """The rows of each stage, by what to call them."""
+        if len(self.stages) == 1:
+            return [("train data", self.stages[0].rows)]
+        return [(f"train data, {stage.of}", stage.rows) for stage in self.stages]
+
+    @property
     def summary(self) -> str:
         """How rows were packed and drawn, in each stage."""
         told = [stage.rows.summary for stage in self.stages]

@@ -106,6 +106,7 @@ def test_each_stage_has_rows_of_its_own_and_the_longest_is_rehearsed(
         "steps 6 to 7: rows of 32 tokens, 64 tokens a step (gradient_accumulation_steps=2)",
     ]
     assert len({*data.identity()["rows"]}) == 3
+    assert data.named_rows[1][0] == "train data, steps 4 to 5: rows of 64 tokens"
     seen = list[int]()
 
     def found(_handle: Any, loss: Any, *_: Any, num_forwards: int, **__: Any) -> None:
