@@ -38,7 +38,13 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
         *_mixture(decisions),
         *_evaluation(decisions),
         ("recipe", *_recipe(decisions)),
-        ("trained", "LoRA adapter" if settings.uses_lora else "every weight", "--lora or --full"),
+        (
+            "trained",
+            ", ".join(
+                ["LoRA adapter" if settings.uses_lora else "every weight", *settings.also_train]
+            ),
+            "--lora or --full",
+        ),
         ("tokens", f"{settings.seq_len} per sequence", f"the model as published reaches {reaches}"),
         *_context(settings),
         ("rope", settings.rope, _rope_reason(decisions)),

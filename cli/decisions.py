@@ -35,6 +35,7 @@ SAVE_EVERY = 25
 SAME_NAME = (
     *("seq_len", "rope_theta", "rope_factor", "allow_beyond_reach", "lora", "load_in_4bit"),
     *("tokenizer", "pack", "checkpoint", "attention_kept", "mlp_tiles", "mixture", "stages"),
+    "also_train",
 )
 """Options that are settings of the recipe, under the same name."""
 

@@ -111,6 +111,11 @@ class OneModel(click.Command):
     help="Dtype that weights load in [adapter: that of the model's config; --full: float32].",
 )
 @click.option("--rank", type=click.IntRange(1), help="Rank of the adapter [16].")
+@click.option(
+    "--also-train",
+    multiple=True,
+    help="As a whole beside the adapter: embeddings,norms, or one of them.",
+)
 @click.option("--load-in-4bit", is_flag=True, help="The adapter's frozen weights in 4 bits.")
 @click.option(
     "--allow-weights",

@@ -42,6 +42,7 @@ class PatchOptions:
     states_on_host: bool
     dtype: Any
     rank: int | None
+    also_train: Sequence[str]
     load_in_4bit: bool
     allow_weights: Sequence[str]
     tokenizer: str

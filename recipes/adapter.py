@@ -22,7 +22,7 @@ SUPPORTED = {
     *("revision", "inference_mode", "r", "target_modules", "exclude_modules", "lora_alpha"),
     *("lora_dropout", "fan_in_fan_out", "bias", "use_rslora", "modules_to_save", "use_dora"),
     *("layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "lora_bias"),
-    *("trainable_token_indices", "runtime_config", "init_lora_weights"),
+    *("trainable_token_indices", "runtime_config", "init_lora_weights", "ensure_weight_tying"),
 }
 """Fields of an adapter's config that merging covers at any value; others need their default."""
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal")
@@ -170,9 +170,18 @@ def _check_tied(model: Any, wrappers: dict[str, Any]) -> None:
     ends = {model.get_input_embeddings(), model.get_output_embeddings()}
     changed = {name: wrapper for name, wrapper in wrappers.items() if wrapper in ends}
     trains_tokens = all(hasattr(wrapper, "token_adapter") for wrapper in changed.values())
-    if changed and not (trains_tokens and len(changed) == len(ends)):
+    both = len(changed) == len(ends)
+    stay_tied = both and (trains_tokens or _are_equal_copies(*changed.values()))
+    if changed and not stay_tied:
         raise ValueError(
             f"the adapter changes {' and '.join(changed)}, and the base's embeddings and head "
             "share their weights (tie_word_embeddings): merged, the change of one would be in "
             "both. Load the adapter with peft, over a base saved with tie_word_embeddings=False."
         )
+
+
+def _are_equal_copies(one: Any, other: Any) -> bool:
+    """Whether two wrappers train their modules as a whole, to the same weights: one that was tied
+    (`ensure_weight_tying`)."""
+    saved = all(hasattr(wrapper, "modules_to_save") for wrapper in (one, other))
+    return saved and torch.equal(one.weight, other.weight)

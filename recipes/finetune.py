@@ -43,6 +43,7 @@ from longctx_patch.hf.layers.fused_layers import (
 )
 from longctx_patch.plugin import close_accelerator, make_accelerator, states_on_host
 from longctx_patch.recipes import hub, models
+from longctx_patch.recipes.also_train import check_precision
 from longctx_patch.recipes.bars import ProgressBar
 from longctx_patch.recipes.context_steps import ContextSteps
 from longctx_patch.recipes.ended import is_over
@@ -200,6 +201,7 @@ def read_inputs(settings: Settings, accelerator: Any, stages: Stages) -> Inputs:
     models.check_4bit(settings, fsdp=accelerator.is_fsdp2)
     config = models.load_config(settings)
     settings = models.with_dtype(settings, config, on_cpu=device_type == "cpu")
+    check_precision(settings.also_train, settings.dtype, accelerator.mixed_precision)
     stages.enter("data")  # what is wrong with it is said before weights are read
     tokenizer = models.load_tokenizer(settings)
     models.check_vocabulary(tokenizer, config)

@@ -145,6 +145,7 @@ def job_of(
         seq_len=settings.seq_len * settings.batch_size,
         lora=settings.uses_lora,
         lora_rank=settings.lora_rank,
+        also_train=tuple(settings.also_train),
         dtype="nf4" if settings.load_in_4bit else dtype,
         fsdp=fsdp and not settings.load_in_4bit,
         fused_layers=settings.fused_layers != "none" and config.model_type in LIGER_FAMILIES,

@@ -103,6 +103,7 @@ def card_of(
     trained = "every weight"
     if settings.uses_lora:
         trained = f"LoRA adapter of rank {settings.lora_rank}, alpha {settings.lora_alpha:g}"
+        trained += f"; as a whole: {', '.join(settings.also_train)}" * bool(settings.also_train)
     trained += ", over weights in 4 bits (NF4)" if settings.load_in_4bit else ""
     degrees = parallelism_of(settings)
     rows = [

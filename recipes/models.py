@@ -33,6 +33,7 @@ from longctx_patch.plugin.stored_check import check_loaded, check_stored, freeze
 from longctx_patch.recipes.data.conversations import check_template
 from longctx_patch.rules.launched import flag
 
+from .also_train import adapter_options, prepare_copies
 from .quantised import check_not_fp8
 from .settings import DtypeName, ModelSettings, Settings
 
@@ -273,8 +274,11 @@ def add_lora(model: PreTrainedModel, settings: Settings, seed: int) -> Any:
         lora_dropout=settings.lora_dropout,
         target_modules="all-linear" if everything else settings.lora_targets,
         exclude_modules=(everything and sorted(_without_adapter(model))) or None,
+        **adapter_options(model, settings.also_train, settings.lora_targets),
     )
-    return get_peft_model(model, adapter)
+    adapted = get_peft_model(model, adapter)
+    prepare_copies(adapted, ties=adapter.ensure_weight_tying)
+    return adapted
 
 
 def _without_adapter(model: PreTrainedModel) -> set[str]:

@@ -11,6 +11,8 @@ WARNINGS = (
     r"Argument .* cannot be converted to a JitArgument",  # flash-attn 4 in NVIDIA's compiler
     r"Slicing a flattened dim from root mesh",  # Accelerate's way to ask torch for a mesh
     r"`is_gradient_checkpointing`",  # peft reads a property of transformers by its old name
+    r"FSDP2-wrapped module .* returned a view tensor",  # which nobody writes into
+    r"You have requested `ensure_weight_tying`, but no tied modules were found",  # TRL's reference
     r"`gradient_checkpointing` is deprecated",  # which is how TRL still sets it
 )
 """Beginnings of messages."""

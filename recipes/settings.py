@@ -21,6 +21,7 @@ from longctx_patch.evaluation.tasks import TASKS
 from longctx_patch.health.finite import check_guard_settings
 from longctx_patch.health.limits import TimeLimits
 from longctx_patch.hf.layers.fused_layers import FusedLayersName
+from longctx_patch.recipes.also_train import ALSO_TRAINED, also_trained
 from longctx_patch.recipes.context import ContextSettings
 from longctx_patch.recipes.lengths import LengthStage, read_stages, stages_text
 from longctx_patch.recipes.mixture import read_mixture
@@ -160,6 +161,9 @@ class _Adapted(ContextSettings, _Loaded):
     lora_alpha: float = setting("scale of the adapter, divided by its rank", default=32.0)
     lora_dropout: float = setting("dropout before the adapter", default=0.0)
     lora_targets: list[str] = setting("module names, or all-linear", default=["all-linear"])
+    also_train: list[str] = setting(
+        f"what is trained as a whole beside the adapter: {','.join(ALSO_TRAINED)}", default=[]
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -258,6 +262,12 @@ class ModelSettings(_ContextEvaluated):
         for name in ("dtype", "fused_layers"):
             require_choice(name, getattr(self, name), get_args(kinds[name]))
         self._check_at_least("lora_rank", 1)
+        object.__setattr__(self, "also_train", also_trained(self.also_train))
+        if self.full and self.also_train:
+            raise ValueError(
+                f"also_train={','.join(self.also_train)} with full: every weight is trained then. "
+                "Leave it out; or --lora."
+            )
         self._check_context_evaluation()
         if not 0 <= self.lora_dropout < 1:
             raise ValueError(f"lora_dropout={self.lora_dropout}: a share, from 0 to below 1.")

@@ -24,6 +24,7 @@ from longctx_patch.hf.model.load import is_bare_config
 from longctx_patch.plugin import close_accelerator
 from longctx_patch.plugin.gloo_interface import choose_gloo_interface
 from longctx_patch.recipes import hub, models
+from longctx_patch.recipes.also_train import check_precision
 from longctx_patch.recipes.context_steps import ContextStepsCallback, asked_of
 from longctx_patch.recipes.ended import is_over
 from longctx_patch.recipes.final_model import write_final
@@ -200,6 +201,8 @@ def read_inputs(settings: TrlSettings, args: Any, stages: Stages) -> Inputs:
     models.check_4bit(settings, fsdp=bool(args.fsdp))
     config = models.load_config(settings)
     settings = models.with_dtype(settings, config, on_cpu=device_type == "cpu")
+    mixed_precision = "fp16" if args.fp16 else "bf16" if args.bf16 else "no"
+    check_precision(settings.also_train, settings.dtype, mixed_precision)
     tokenizer = models.load_tokenizer(settings)
     models.check_vocabulary(tokenizer, config)
     stages.enter("data")

@@ -47,6 +47,8 @@ from longctx_patch.plugin.stored_check import model_without_memory
 from longctx_patch.plugin.together import refuse_together
 
 _ATTRIBUTE = "_longctx_unread"
+Slots = dict[str, tuple[nn.Module, str]]
+"""Each weight's module and its name there, which wrappers around the module don't change."""
 WRITTEN_AFTER_READING = MappingProxyType({"youtu": "zeros to the row of its padding token"})
 """By model type, what transformers writes into weights that it has read."""
 
@@ -67,8 +69,7 @@ class _Held:
 class _Unread:
     """Where the weights of a model are, and where they go."""
 
-    slots: dict[str, tuple[nn.Module, str]]
-    """Each weight's module and its name there, which wrappers around the module don't change."""
+    slots: Slots
     dtypes: dict[str, torch.dtype]
     """What a weight is read as, before FSDP2 makes it what it is trained in."""
     stored: dict[str, StoredWeight]
@@ -90,7 +91,8 @@ def unread_model(
     Collective; call it after the process group was set up. Weights are read from safetensors when
     FSDP2 shards the model: in `prepare` of an Accelerator from `make_accelerator`, in a trainer of
     this package, or in `load_sharded`. Then each weight and buffer is bitwise what
-    `from_pretrained` gives. Parameters that are added before, such as adapters, become rank 0's.
+    `from_pretrained` gives, in the copies that PEFT trains as well (`modules_to_save`). Parameters
+    that are added before, such as adapters, become rank 0's.
 
     Args:
         model: a folder or hub name; or a config.json, for random weights: those that one process
@@ -159,19 +161,41 @@ def load_sharded(
     unread: _Unread = getattr(holder, _ATTRIBUTE)
     alive = {id(module) for module in model.modules()}
     slots = {name: slot for name, slot in unread.slots.items() if id(slot[0]) in alive}
-    promised = {id(getattr(*slot)) for slot in slots.values()}
+    copies, originals = _copies(model)
+    promised = {id(getattr(*slot)) for slot in (*slots.values(), *copies.values())}
     others = {n: p for n, p in model.named_parameters() if id(p) not in promised}
     refuse_together(_made_early(others, slots))
     for parameter in others.values():
         _make_equal(parameter, device)
-    _replace(slots, lambda parameter: torch.empty_like(parameter, device="meta"))
+    for found in (slots, copies):
+        _replace(found, lambda parameter: torch.empty_like(parameter, device="meta"))
     shard(model)
     where = torch.device("cpu") if on_host else device
     if unread.stored:
         _read(unread, slots, where)
     else:
         _scatter(unread, slots, device, where)
+    for names in _by_weight(copies):
+        read, dtype = getattr(*originals[names[0]]).detach(), getattr(*copies[names[0]]).dtype
+        local = read.to_local() if isinstance(read, DTensor) else read
+        _put(names, copies, local.to(dtype, copy=True))
     delattr(holder, _ATTRIBUTE)
+
+
+def _copies(model: nn.Module) -> tuple[Slots, Slots]:
+    """Weights of unread modules that PEFT has copied to train them, and those that they copy."""
+    copies: Slots = {}
+    originals: Slots = {}
+    for prefix, wrapper in model.named_modules():
+        copied = getattr(wrapper, "modules_to_save", None)
+        for adapter, module in copied.items() if isinstance(copied, nn.ModuleDict) else ():
+            for name, weight in module.named_parameters():
+                inner, _, leaf = name.rpartition(".")
+                if weight[(0,) * weight.dim()].isnan():
+                    key = f"{prefix}.{adapter}.{name}"
+                    copies[key] = (module.get_submodule(inner), leaf)
+                    originals[key] = (wrapper.original_module.get_submodule(inner), leaf)
+    return copies, originals
 
 
 def _stored(name: str, config: Any, dtype: torch.dtype | None, allowed: Sequence[str]) -> Any:
@@ -240,7 +264,7 @@ def _remember(
     drawn: RandomWeights | _Held | None = None,
 ) -> None:
     """Note where the model's weights come from, and make each a NaN."""
-    slots: dict[str, tuple[nn.Module, str]] = {}
+    slots: Slots = {}
     for prefix, module in model.named_modules():
         names = [*module._parameters, *(module._buffers if stored else ())]
         names = [n for n in names if n not in module._non_persistent_buffers_set]
@@ -251,7 +275,7 @@ def _remember(
     _replace(slots, lambda weight: torch.full((1,) * weight.dim(), torch.nan).to(weight.dtype))
 
 
-def _replace(slots: dict[str, tuple[nn.Module, str]], make: Callable[[Tensor], Tensor]) -> None:
+def _replace(slots: Slots, make: Callable[[Tensor], Tensor]) -> None:
     """Put parameters of the same shape in place; what was tied stays tied."""
     made: dict[int, tuple[Tensor, nn.Parameter]] = {}
     for module, attribute in slots.values():
@@ -261,15 +285,13 @@ def _replace(slots: dict[str, tuple[nn.Module, str]], make: Callable[[Tensor], T
             setattr(module, attribute, made.setdefault(id(old), (old, new))[1])
 
 
-def _made_early(
-    others: dict[str, nn.Parameter], slots: dict[str, tuple[nn.Module, str]]
-) -> Iterator[str]:
+def _made_early(others: dict[str, nn.Parameter], slots: Slots) -> Iterator[str]:
     """What was computed from weights that had not been read, or written to them, in words."""
     for name, parameter in others.items():
         if parameter.isnan().any():
             yield (
                 f"{name} was made from weights that are not read yet (a copy, as by "
-                "modules_to_save or resize_token_embeddings, or an initialisation by their "
+                "resize_token_embeddings, or an initialisation by their "
                 "values). Load this model with from_pretrained, or make it without that."
             )
     for name, (module, attribute) in slots.items():
@@ -289,7 +311,7 @@ def _make_equal(parameter: nn.Parameter, device: torch.device) -> None:
         parameter.data.copy_(values)
 
 
-def _read(unread: _Unread, slots: dict[str, tuple[nn.Module, str]], where: torch.device) -> None:
+def _read(unread: _Unread, slots: Slots, where: torch.device) -> None:
     problem = []
     groups = _by_weight(slots)
     try:
@@ -305,9 +327,7 @@ def _read(unread: _Unread, slots: dict[str, tuple[nn.Module, str]], where: torch
     refuse_together(problem)
 
 
-def _rows(
-    unread: _Unread, names: list[str], slots: dict[str, tuple[nn.Module, str]], where: torch.device
-) -> Tensor:
+def _rows(unread: _Unread, names: list[str], slots: Slots, where: torch.device) -> Tensor:
     """This rank's part of a weight, which tied weights have once for each of `names`."""
     weight = getattr(*slots[names[0]])
     shape, offsets = tuple(weight.shape), (0,) * weight.dim()
@@ -330,7 +350,7 @@ def _rows(
 
 def _scatter(
     unread: _Unread,
-    slots: dict[str, tuple[nn.Module, str]],
+    slots: Slots,
     device: torch.device,
     where: torch.device,
 ) -> None:
@@ -348,7 +368,7 @@ def _scatter(
         _put(names, slots, whole.to(where, weight.dtype))
 
 
-def _by_weight(slots: dict[str, tuple[nn.Module, str]]) -> list[list[str]]:
+def _by_weight(slots: Slots) -> list[list[str]]:
     """Names, those of a tied weight together."""
     groups: dict[int, list[str]] = {}
     for name, slot in slots.items():
@@ -356,7 +376,7 @@ def _by_weight(slots: dict[str, tuple[nn.Module, str]]) -> list[list[str]]:
     return list(groups.values())
 
 
-def _put(names: list[str], slots: dict[str, tuple[nn.Module, str]], local: Tensor) -> None:
+def _put(names: list[str], slots: Slots, local: Tensor) -> None:
     """Set this rank's part of a weight."""
     weight = getattr(*slots[names[0]])
     if not isinstance(weight, nn.Parameter):

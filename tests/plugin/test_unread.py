@@ -311,11 +311,6 @@ def test_what_was_made_from_unread_weights_is_refused(tmp_path: Path) -> None:
     """Copies of weights and what follows from their values; no file holds these."""
     folder = saved(tmp_path)
 
-    def copied(model: Any) -> Any:
-        return get_peft_model(
-            model, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
-        )
-
     def resized(model: Any) -> Any:
         model.resize_token_embeddings(100, mean_resizing=False)
         return model
@@ -324,13 +319,33 @@ def test_what_was_made_from_unread_weights_is_refused(tmp_path: Path) -> None:
         model.lm_head.weight.data.zero_()
         return model
 
-    for change in (copied, resized):
-        with pytest.raises(ValueError, match="made from weights that are not read yet"):
-            run_in_one(folder, change)
+    with pytest.raises(ValueError, match="made from weights that are not read yet"):
+        run_in_one(folder, resized)
     with pytest.raises(ValueError, match=r"lm_head\.weight was written to before it is read"):
         run_in_one(folder, zeroed)
     model = unread_model(folder)
     assert model(torch.arange(3)[None]).logits.isnan().all()
+
+
+def test_copies_that_peft_trains_are_those_of_what_is_read(tmp_path: Path) -> None:
+    """Each in its own dtype, tied where the model's weights are."""
+    saved_modules = LoraConfig(
+        target_modules=["q_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True
+    )
+    folder = saved(tmp_path, "tied", torch.bfloat16)
+
+    def copied(model: Any) -> Any:
+        made = get_peft_model(model, saved_modules)
+        made.get_input_embeddings().modules_to_save.float()
+        return made
+
+    embedding = run_in_one(folder, copied).get_input_embeddings()
+    wanted = AutoModelForCausalLM.from_pretrained(folder).get_input_embeddings().weight
+    assert torch.equal(embedding.original_module.weight, wanted)
+    assert embedding.weight.dtype == torch.float32
+    assert torch.equal(embedding.weight, wanted.float())
+    model = run_in_one(folder, copied)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
 def test_without_fsdp2_prepare_refuses(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dora": ("llama", {"target_modules": "all-linear", "use_dora": True}),
     "saved": ("llama", {"target_modules": ["v_proj"], "modules_to_save": ["lm_head", "norm"]}),
     "tokens": ("llama", {"target_modules": ["v_proj"], "trainable_token_indices": [3, 5]}),
+    "whole": ("llama", {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens"]}),
     "embeddings": ("llama", {"target_modules": ["v_proj", "embed_tokens", "lm_head"]}),
     "biases": ("qwen2", {"target_modules": ["v_proj"], "bias": "all"}),
     "lora_bias": ("qwen2", {"target_modules": ["v_proj"], "lora_bias": True}),
@@ -100,9 +101,16 @@ def test_weights_and_logits_are_those_of_peft(case: str, tmp_path: Path) -> None
     }
 
 
-def test_tokens_of_tied_embeddings_change_in_both(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"trainable_token_indices": [3, 5]},
+        {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    ],
+)
+def test_tied_embeddings_change_in_both(options: dict[str, Any], tmp_path: Path) -> None:
+    options = {"target_modules": ["v_proj"]} | options
     base = make_base(tmp_path / "base", tie_word_embeddings=True)
-    options = {"target_modules": ["v_proj"], "trainable_token_indices": [3, 5]}
     adapter = make_adapter(tmp_path / "adapter", base, **options)
     merge(adapter, tmp_path / "out")
     unmerged = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(adapter))

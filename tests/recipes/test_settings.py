@@ -58,6 +58,8 @@ def test_a_flag_takes_back_its_opposite_in_the_file(tmp_path: Path) -> None:
         (["--lora-dropout", "1.0"], "lora_dropout=1.0"),
         (["--load-in-4bit", "--full"], "load_in_4bit with full.*Use --lora --dtype bfloat16"),
         (["--load-in-4bit", "--dtype", "float32"], "load_in_4bit with dtype=float32"),
+        (["--full", "--also-train", "norms"], "also_train=norms with full: every weight"),
+        (["--also-train", "norms,head"], "also_train='head': choose one of embeddings, norms"),
         (["--scheduler", "constant", "--warmup-steps", "3"], "Use --scheduler constant_with"),
         (["--max-steps", "3", "--warmup-steps", "4"], "warmup_steps=4 with max_steps=3: .*Give 3"),
         (["--ulysses", "0"], "ulysses_degree=0"),

@@ -181,10 +181,19 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 def test_numbers_are_those_of_weights_read_whole(
     recipe: str, saving: list[str], newest: str, model: Path
 ) -> None:
-    """To the last bit, of adapters and of all weights; also of a run that was resumed."""
+    """To the last bit, of adapters beside which embeddings (tied ones too) and norms are trained,
+    and of all weights; also of a run that was resumed."""
+    if recipe == "finetune":
+        tied = AutoModelForCausalLM.from_pretrained(model)
+        tied.config.tie_word_embeddings = True
+        tied.tie_weights()
+        for file in model.glob("*.safetensors*"):
+            file.unlink()
+        tied.save_pretrained(model, max_shard_size="20KB")
     runs, away = [], {}
     for what in ("lora", "full"):
         usual = [f"--{what}", *saving]
+        usual += ["--also-train", "embeddings,norms"] if what == "lora" else []
         by_rows = arguments(recipe, model, f"rows-{what}", *usual)
         runs += [by_rows, arguments(recipe, model, f"whole-{what}", *usual, *WHOLE)]
         away[len(runs)] = model.parent / f"rows-{what}" / newest
@@ -197,6 +206,11 @@ def test_numbers_are_those_of_weights_read_whole(
         assert len({line["loss"] for line in numbers(ours)[:4]}) == 4
         assert_equal(weights(ours / "final"), weights(theirs / "final"))
         assert (ours / newest).is_dir(), "it was resumed"
+    if recipe == "finetune":
+        one = arguments(recipe, model, "one", *runs[0][runs[0].index("--lora") :], "--ring", "1")
+        finetune.main(one)
+        alone, both = (numbers(model.parent / run) for run in ("one", "rows-lora"))
+        assert alone == [pytest.approx(line, rel=1e-5) for line in both[:4]]
 
 
 @pytest.mark.timeout(300)

@@ -7,10 +7,10 @@ of a patched model returns the sum of the token losses in place of logits. What 
 does to the sum has no effect, since the loss has applied it already (`LogitsRule`), and ShardLoss
 turns the sum into this rank's loss. Every other pass runs the stock head.
 
-A head that is not a plain `nn.Linear`, has a forward hook, or is no longer the module that was
-bound (PEFT wraps it to train it by LoRA or as a whole: `modules_to_save`), runs as it is: the loss
-then comes from full logits, and is as exact. Under `loss="chunked"` these logits are still dropped
-from the outputs.
+Where PEFT trains the head as a whole (`modules_to_save`), its copy is the head. A head that is not
+a plain `nn.Linear`, has a forward hook, or is no longer the module that was bound (PEFT wraps it to
+train it by LoRA), runs as it is: the loss then comes from full logits, and is as exact. Under
+`loss="chunked"` these logits are still dropped from the outputs.
 """
 
 import inspect
@@ -106,7 +106,7 @@ def _begin_log_probs(
     stand_in: StandIn, current: LossPass, model: PreTrainedModel, num_words: int
 ) -> None:
     """Let the head compute log-probabilities, unless a hook wants to see all logits."""
-    if _has_hooks_on_logits(model.get_output_embeddings()):
+    if _has_hooks_on_logits(model):
         return
     rule = FAMILIES[model.config.model_type].logits
     softcap, scale = _softcap_and_scale(rule, model)
@@ -148,22 +148,15 @@ def bind_head(model: PreTrainedModel, loss: ShardLoss) -> Callable[[], None]:
     """Let the head compute the loss of passes that are open; return a function that undoes it.
 
     The instance gets its own forward, as a method. A copy of the module gets a copy of the method,
-    which sees that its module is not the bound head.
+    which sees whether its module is the head now.
     """
-    head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
-        return lambda: None
-    own = vars(head).get("forward")
-    if own is not None and own.__module__ != __name__:  # PEFT may have copied our own
-        return lambda: None
     rule = FAMILIES[model.config.model_type].logits
 
     def forward(self: nn.Linear, hidden: Tensor) -> Tensor:
         current = loss.current
-        is_bound = self is head and model.get_output_embeddings() is head
         if current is None or current.wants == "log_probs":
             return type(self).forward(self, hidden)
-        if not is_bound or _has_hooks_on_logits(head):
+        if self is not running_head(model) or _has_hooks_on_logits(model):
             return type(self).forward(self, hidden)
         softcap, scale = _softcap_and_scale(rule, model)
         current.sum_is_handed_on = rule is None
@@ -174,14 +167,39 @@ def bind_head(model: PreTrainedModel, loss: ShardLoss) -> Callable[[], None]:
         current.token_sum = _token_sum(self, hidden, current, softcap, scale)
         return current.token_sum
 
-    method = MethodType(forward, head)
-    vars(head)["forward"] = method
+    heads = [head for head in _possible_heads(model) if _can_be_bound(head)]
+    for head in heads:
+        vars(head)["forward"] = MethodType(forward, head)
 
     def restore() -> None:
-        if vars(head).get("forward") is method:
-            del vars(head)["forward"]
+        for head in heads:
+            if getattr(vars(head).get("forward"), "__func__", None) is forward:
+                del vars(head)["forward"]
 
     return restore
+
+
+def _can_be_bound(head: nn.Module) -> bool:
+    own = vars(head).get("forward")  # PEFT may have copied our own
+    is_linear = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+    return is_linear and (own is None or own.__module__ == __name__)
+
+
+def running_head(model: PreTrainedModel) -> nn.Module:
+    """The module that runs as the head now: PEFT's copy where an active adapter trains it."""
+    head = model.get_output_embeddings()
+    if not isinstance(copies := getattr(head, "modules_to_save", None), nn.ModuleDict):
+        return head
+    active = () if head.disable_adapters else head.active_adapters
+    return copies[active[0]] if active else head.original_module
+
+
+def _possible_heads(model: PreTrainedModel) -> list[nn.Module]:
+    """The head, or its original and the copies that adapters of PEFT train."""
+    head = model.get_output_embeddings()
+    if not isinstance(copies := getattr(head, "modules_to_save", None), nn.ModuleDict):
+        return [head]
+    return [head.original_module, *copies.values()]
 
 
 def _token_shape(given: Mapping[str, Any]) -> torch.Size | None:
@@ -195,18 +213,19 @@ def _token_shape(given: Mapping[str, Any]) -> torch.Size | None:
     return embeds.shape[:2] if isinstance(embeds, Tensor) else None
 
 
-def _has_hooks_on_logits(head: nn.Module) -> bool:
+def _has_hooks_on_logits(model: PreTrainedModel) -> bool:
     """Whether a hook may change what the head returns; FSDP's hooks change no value."""
-    hooks = (getattr(hook, "func", hook) for hook in head._forward_hooks.values())
+    heads = {model.get_output_embeddings(), running_head(model)}
+    hooks = (getattr(h, "func", h) for head in heads for h in head._forward_hooks.values())
     return any(not str(hook.__module__).startswith("torch.distributed.") for hook in hooks)
 
 
 def computes_scores(model: PreTrainedModel) -> bool:
     """Whether the head is bound, so that it computes losses of a pass itself."""
-    head = model.get_output_embeddings()
+    head = running_head(model)
     own = vars(head).get("forward")
     is_bound = isinstance(own, MethodType) and own.__module__ == __name__ and own.__self__ is head
-    return is_bound and not _has_hooks_on_logits(head)
+    return is_bound and not _has_hooks_on_logits(model)
 
 
 def _token_sum(

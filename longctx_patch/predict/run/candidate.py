@@ -24,6 +24,9 @@ class Job:
     lora: bool = False
     """Whether an adapter over a frozen model is trained, in place of every weight."""
     lora_rank: int = 16
+    also_train: tuple[str, ...] = ()
+    """`embeddings` and `norms` that are trained as a whole beside an adapter, as copies in
+    float32."""
     dtype: WeightsDtype = "bfloat16"
     """The dtype that weights are loaded in; all compute in bfloat16. FSDP2 makes trained weights
     float32. `nf4` is for the frozen weights of linear layers under an adapter."""
@@ -93,6 +96,7 @@ class Job:
         """FLOPs of a row, forward and backward, without recompute and frozen weights' gradients."""
         flops = self.shape.step_flops(self.seq_len)
         frozen = self.shape.linear_weights if self.lora else 0
+        frozen -= self.shape.head_weights if self.lora and self.trains_head else 0
         return flops - 2.0 * frozen * self.seq_len
 
     @property
@@ -100,7 +104,14 @@ class Job:
         """How many weights are trained: under LoRA two factors beside each linear weight."""
         if not self.lora:
             return self.shape.num_weights
-        return self.lora_rank * self.shape.linear_sides
+        trained = self.lora_rank * self.shape.linear_sides
+        trained += self.shape.head_weights if "embeddings" in self.also_train else 0
+        return trained + (self.shape.norm_weights if "norms" in self.also_train else 0)
+
+    @property
+    def trains_head(self) -> bool:
+        """Whether the head's weights are trained, be it as those of tied embeddings."""
+        return not self.lora or ("embeddings" in self.also_train and self.shape.is_tied)
 
 
 def nearest_multiples(number: int, factor: int) -> str:

@@ -167,7 +167,7 @@ def _loss(job: Job, candidate: Candidate, tokens: float) -> Components:
     shape = job.shape
     weights, gradients, optimizer = _states_on_gpu(job, candidate)
     chunk = min(CHUNK_BYTES, FP32 * shape.vocab_size * tokens)
-    head = 0 if job.lora else FP32 * shape.head_weights
+    head = FP32 * shape.head_weights if job.trains_head else 0
     # FSDP holds the buffer of its last gathering, beside the weights, until the next one.
     buffer: float = BF16 * shape.head_weights if job.fsdp else 0
     # Autocast drops copies of trained weights when forward ends, those of frozen weights at once.
@@ -197,7 +197,7 @@ def _backward(
     layer = layer_bytes(job, candidate, kind)
     weights, gradients, optimizer = _states_on_gpu(job, candidate)
     trained_here = kind.weights * (0 if job.lora else 1)
-    head = 0 if job.lora else BF16 * shape.head_weights
+    head = BF16 * shape.head_weights if job.trains_head else 0
     done = gradients if _accumulates(job, candidate) else gradients * _share_done(job, number)
     # What was kept of attention is there beside what is computed again for the other tokens.
     recomputes_some = 0 < candidate.attention_kept < 1

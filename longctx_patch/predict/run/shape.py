@@ -95,6 +95,17 @@ class ModelShape:
         return self.vocab_size * self.hidden_size
 
     @property
+    def is_tied(self) -> bool:
+        """Whether embeddings and head share their weights."""
+        return self.num_weights - self.weights_in_layers < 2 * self.head_weights
+
+    @property
+    def norm_weights(self) -> int:
+        """Weights of the norms over hidden states."""
+        inside = sum(number * kind.num_norms for kind, number in self.kinds.items())
+        return (inside + 1) * self.hidden_size
+
+    @property
     def weights_in_layers(self) -> int:
         """All weights of all layers."""
         return sum(number * kind.weights for kind, number in self.kinds.items())

@@ -110,7 +110,7 @@ def predict_time(job: Job, candidate: Candidate, tokens: float, attention: Atten
     moved += tokens * sum(_elementwise_bytes(job, kind) for kind in _recomputed(job, candidate))
     head, bandwidth = shape.head_weights, machine.copy_bandwidth
     # FLOPs for each weight: two forward, two for the input's gradient, two more if it is trained.
-    each = 4 if job.lora else 6
+    each = 6 if job.trains_head else 4
     layers = {
         "attention": _attention_seconds(job, candidate, attention),
         "recurrence": _recurrence_seconds(job, candidate),
@@ -211,7 +211,8 @@ def _fsdp_seconds(job: Job, compute_s: float) -> float:
     gathered = 2 * BF16 * shape.num_weights
     reduced = FP32 * job.trained_weights
     travels_s = (gathered + reduced) * away / link.bandwidth
-    last = 0 if job.lora else FP32 * shape.head_weights * away / link.bandwidth
+    trains_embeddings = not job.lora or "embeddings" in job.also_train
+    last = FP32 * shape.head_weights * away / link.bandwidth if trains_embeddings else 0
     copies_s = shape.num_weights * FSDP_BYTES / machine.copy_bandwidth
     return copies_s + last + max(0.0, travels_s - compute_s)
 

@@ -116,8 +116,10 @@ def with_head(head: nn.Module) -> Any:
     return model
 
 
-def with_adapter(**options: Any) -> Any:
-    model = get_peft_model(tiny_model(), LoraConfig(r=4, init_lora_weights=False, **options))
+def with_adapter(model: Any = None, **options: Any) -> Any:
+    model = get_peft_model(
+        model or tiny_model(), LoraConfig(r=4, init_lora_weights=False, **options)
+    )
     return model.train()
 
 
@@ -130,7 +132,16 @@ HEADS: dict[str, tuple[Callable[[], Any], bool]] = {
     "an adapter": (lambda: with_adapter(target_modules=["q_proj", "lm_head"]), False),
     "trained beside adapters": (
         lambda: with_adapter(target_modules=["q_proj"], modules_to_save=["lm_head"]),
-        False,
+        True,
+    ),
+    "trained beside adapters, tied": (
+        lambda: with_adapter(
+            tiny_model(tie_word_embeddings=True),
+            target_modules=["q_proj"],
+            modules_to_save=["embed_tokens"],
+            ensure_weight_tying=True,
+        ),
+        True,
     ),
 }
 

@@ -49,6 +49,24 @@ def test_states_of_an_adapter_by_hand() -> None:
     assert states(job) == ((4 * adapter + frozen) / 8, 4 * adapter / 8, 8 * adapter / 8)
 
 
+def test_states_of_embeddings_and_norms_beside_an_adapter_by_hand() -> None:
+    job = llama_job("8xH200", 1024, lora=True, lora_rank=16)
+    more = replace(job, also_train=("embeddings", "norms"))
+    copies = 128_256 * 4096 + 65 * 4096
+    assert more.trained_weights - job.trained_weights == copies
+    assert [8 * (a - b) for a, b in zip(states(more), states(job), strict=True)] == [
+        4 * copies,
+        4 * copies,
+        8 * copies,
+    ]
+    assert not more.trains_head
+    tied = replace(
+        more, shape=replace(job.shape, num_weights=job.shape.num_weights - 128_256 * 4096)
+    )
+    assert tied.trains_head
+    assert tied.step_flops > more.step_flops
+
+
 def test_without_fsdp_an_adapter_keeps_more_of_a_layer() -> None:
     def kept(gpus: str, lora: bool, fsdp: bool = True) -> float:
         job = llama_job(gpus, 2**17, lora=lora, fsdp=fsdp)
