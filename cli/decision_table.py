@@ -68,7 +68,9 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
             decisions.sharing.predicted,
             why_not=_why_unpredicted(decisions),
             is_causal=not (
-                settings.pack or any(reach.is_local for reach in facts.reaches_in(settings.seq_len))
+                settings.pack
+                or settings.shifted_group
+                or any(reach.is_local for reach in facts.reaches_in(settings.seq_len))
             ),
         ),
     ]
@@ -160,6 +162,8 @@ def _evaluation(decisions: Decisions) -> list[tuple[str, str, str]]:
 
 
 def _rows(decisions: Decisions) -> str:
+    if group := decisions.settings.shifted_group:
+        return f"in training, in groups of {group} tokens, shifted for half of the heads"
     if decisions.settings.pack:
         return "documents of a row don't see each other (--pack)"
     if decisions.task.recipe == "finetune":

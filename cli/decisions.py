@@ -182,6 +182,7 @@ def _settings(model: str, options: PatchOptions, cluster: Cluster | None) -> Set
         rope=options.rope or "none",
         rope_factors=read_factors(options.rope_factors),
         full=not options.lora,
+        shifted_group=options.shifted_group or 0,
         dtype=options.dtype or "auto",
         save_every=SAVE_EVERY,
         allow_weights=list(options.allow_weights),

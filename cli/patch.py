@@ -116,6 +116,11 @@ class OneModel(click.Command):
     multiple=True,
     help="As a whole beside the adapter: embeddings,norms, or one of them.",
 )
+@click.option(
+    "--shifted-group",
+    type=Tokens(),
+    help="Train with shifted sparse attention in groups of so many tokens, a quarter of a row say.",
+)
 @click.option("--load-in-4bit", is_flag=True, help="The adapter's frozen weights in 4 bits.")
 @click.option(
     "--allow-weights",

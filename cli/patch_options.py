@@ -43,6 +43,7 @@ class PatchOptions:
     dtype: Any
     rank: int | None
     also_train: Sequence[str]
+    shifted_group: int | None
     load_in_4bit: bool
     allow_weights: Sequence[str]
     tokenizer: str
@@ -106,6 +107,11 @@ class PatchOptions:
         """Raise ValueError for options that exclude each other."""
         check_weights(lora=self.lora, rank=self.rank, load_in_4bit=self.load_in_4bit)
         _ = self.step_rows
+        if self.shifted_group and self.dpo:
+            raise ValueError(
+                f"--shifted-group {self.shifted_group} with --dpo: the reference attends fully, "
+                "and would be compared with a model that does not. Leave it out."
+            )
         check_shares(self.data_shares, len(self.data))
         if self.states_on_host and not self.fsdp:
             all_there, no_fsdp = "--cpu, where all is on the host", "--load-in-4bit, which has no"

@@ -113,6 +113,15 @@ class LongContextConfig:
     """Whether documents may be longer than the model's RoPE reaches (`max_position_embeddings`, or
     what its scaling makes of it). Otherwise they are refused in training and shared evaluation."""
 
+    shifted_group: int = 0
+    """Tokens of a group of shifted sparse attention (LongLoRA, arXiv 2309.12307, which takes a
+    quarter of the row); 0: none. In training mode alone, layers with full attention cut each
+    document into groups. Half of the heads see their group, causally; the other half see groups
+    that lie half a group further, so that the first half group of a document is one of its own.
+    Halves are of key-value heads with their query heads, the first ones unshifted (one more than
+    the others where their number is odd); a single key-value head serves both halves of the query
+    heads. Layers with a window keep it."""
+
     loss: LossName = "chunked"
     """How a sharded pass with labels computes its loss. `chunked`: from a part of the tokens at a
     time, so that no rank ever holds all its logits; `out.logits` is None then, and the loss can go
@@ -136,6 +145,12 @@ class LongContextConfig:
         for name in ("deterministic", "torch_recurrence", "allow_beyond_reach"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"{name}={value!r}: give True or False.")
+        group = self.shifted_group
+        if not isinstance(group, int) or isinstance(group, bool) or group < 0 or group % 2:
+            raise ValueError(
+                f"shifted_group={group!r}: half of the heads see groups that lie half a group "
+                "further. Give an even number of tokens, a quarter of the row say; or 0 for none."
+            )
         self._check_share()
         self._check_layouts()
         self._check_nodes()

@@ -56,6 +56,7 @@ TRAP = """
 the base's own RoPE, without a word, and positions are not those of the training. peft warns of
 `{mark}`, here in adapter_config.json, whichever way it loads the adapter.
 """
+SHIFTED = "trained in shifted groups of {} tokens (LongLoRA); full in use"
 MERGE = """
 ## Merge it
 
@@ -113,6 +114,7 @@ def card_of(
         ("rows", f"{settings.seq_len} tokens"),
         ("RoPE", _rope(config)),
         ("degrees", f"ulysses {degrees.ulysses_degree} x ring {degrees.ring_degree}"),
+        *([("attention", SHIFTED.format(group))] if (group := degrees.shifted_group) else []),
         *training.items(),
         *((name, f"{numbers[name]:.6g}") for name in NUMBERS if numbers.get(name) is not None),
         ("versions", ", ".join([f"longctx-patch {__version__}", *map(_versioned, PACKAGES)])),

@@ -261,6 +261,11 @@ class ModelSettings(_ContextEvaluated):
         kinds = get_type_hints(ModelSettings)
         for name in ("dtype", "fused_layers"):
             require_choice(name, getattr(self, name), get_args(kinds[name]))
+        if (group := getattr(self, "shifted_group", 0)) >= self.seq_len:
+            raise ValueError(
+                f"shifted_group={group} with seq_len={self.seq_len}: a group holds a whole row. "
+                "Give fewer tokens, a quarter of seq_len say."
+            )
         self._check_at_least("lora_rank", 1)
         object.__setattr__(self, "also_train", also_trained(self.also_train))
         if self.full and self.also_train:

@@ -206,6 +206,11 @@ def _check_arguments(config: LongContextConfig, mask: object, group: SequenceGro
             f"mask is a {type(mask).__name__}: give a function from the length of a padded row to "
             "its Mask, for example mask=bidirectional or mask=lambda n: prefix_lm(n, min(512, n))."
         )
+    if mask is not None and config.shifted_group:
+        raise ValueError(
+            f"shifted_group={config.shifted_group} with mask=: groups cut causal attention. Give "
+            "one of them."
+        )
     if config.kernel not in ("auto", *available()):
         raise ValueError(
             f"kernel={config.kernel!r}: choose auto or one of {', '.join(available())}."

@@ -66,13 +66,19 @@ def causal_call(
 
 @lru_cache(maxsize=64)
 def row_mask(
-    mask: Mask | None, documents: Documents, window: int | None, chunk: int | None = None
+    mask: Mask | None,
+    documents: Documents,
+    window: int | None,
+    chunk: int | None = None,
+    first: int | None = None,
 ) -> Mask:
-    """Causal attention, or `mask`, within documents and a window, or chunks of documents."""
-    pieces = documents if chunk is None else documents.cut(chunk)
+    """Causal attention, or `mask`, within documents and a window, or chunks of documents, of which
+    the first has `first` tokens where that is given."""
+    pieces = documents if chunk is None else documents.cut(chunk, first)
     if mask is None:
         found = documents_mask(pieces, window=window)
-        return found if chunk is None else replace(found, name=f"chunk {chunk}")
+        name = f"chunk {chunk}" + (f", the first {first}" if first else "")
+        return found if chunk is None else replace(found, name=name)
     if pieces.is_one and window is None:
         return mask
     return mask & within(pieces, window)

@@ -18,6 +18,17 @@ QKV = (Heads.QUERY, Heads.KEY_VALUE, Heads.KEY_VALUE)
 """Kinds of the heads of q, k and v, in this order; their gradients have the same."""
 
 
+def halves(num_heads: int, num_kv_heads: int) -> tuple[tuple[slice, slice], ...]:
+    """(query heads, key-value heads) of both halves: key-value heads with their query heads, one
+    more in the first where their number is odd; a single one serves both halves."""
+    if num_kv_heads == 1:
+        middle, both = num_heads // 2, slice(0, 1)
+        return (slice(0, middle), both), (slice(middle, num_heads), both)
+    middle, group = -(-num_kv_heads // 2), num_heads // num_kv_heads
+    edges = ((0, middle), (middle, num_kv_heads))
+    return tuple((slice(a * group, b * group), slice(a, b)) for a, b in edges)
+
+
 @dataclass(frozen=True)
 class HeadSplit:
     """Which heads each rank of a Ulysses group computes, all at once or in one of several waves."""

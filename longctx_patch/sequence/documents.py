@@ -50,14 +50,15 @@ class Documents:
         lengths = (stop - start for start, stop in pairwise(edges))
         return cls.of_row(tuple(length for length in lengths if length), num_tokens)
 
-    def cut(self, chunk: int) -> "Documents":
-        """Each document in pieces of `chunk` tokens, of which the last may be shorter."""
+    def cut(self, chunk: int, first: int | None = None) -> "Documents":
+        """Each document in pieces of `chunk` tokens, of which the last may be shorter, and the
+        first has `first` where that is given."""
         if type(chunk) is not int or chunk < 1:
             raise ValueError(f"chunk={chunk!r}: a whole number of tokens. Use 1 or more, or None.")
         pieces = (
-            min(chunk, length - start)
+            min(start + chunk, length) - max(start, 0)
             for length in self.lengths
-            for start in range(0, length, chunk)
+            for start in range(0 if first is None else first - chunk, length, chunk)
         )
         return Documents(tuple(pieces), self.num_tokens)
 

@@ -117,6 +117,12 @@ def trainer_problems(trainer: Any, config: LongContextConfig) -> Iterable[str]:
             "the ranks of a group would train on different rows. Supported are "
             f"{', '.join(sorted(TRL_TRAINERS))}, and transformers' Trainer."
         )
+    if config.shifted_group and set(trl_trainers(type(trainer))) - {"SFTTrainer"}:
+        yield (
+            f"shifted_group={config.shifted_group} with {trl_trainers(type(trainer))[0]}: it "
+            "compares or generates with full attention what it trains with shifted groups. Use "
+            "SFTTrainer or transformers' Trainer, or shifted_group=0."
+        )
     if config.sequence_degree > 1:
         yield from _loss_problems(trainer, config)
 

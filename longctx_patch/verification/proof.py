@@ -180,10 +180,10 @@ def _run_case(
 
 
 def on_cpu(config: LongContextConfig) -> LongContextConfig:
-    """The config, without a kernel that only a GPU has, and for rows of any length: both sides of
-    a comparison run the same ones."""
+    """The config, without a kernel that only a GPU has, for rows of any length, and with the full
+    attention of the stock model: both sides of a comparison run the same ones."""
     kernel = "reference" if config.kernel == "reference" else "auto"
-    return replace(config, kernel=kernel, allow_beyond_reach=True)
+    return replace(config, kernel=kernel, allow_beyond_reach=True, shifted_group=0)
 
 
 def _mean_over_ranks(value: Tensor | None) -> Tensor:

@@ -190,6 +190,16 @@ def test_a_trainer_that_is_not_known_is_refused() -> None:
     assert re.match(r"GKDTrainer of TRL: .* SFTTrainer, and transformers' Trainer", problem)
 
 
+@pytest.mark.parametrize(("name", "is_refused"), [("DPOTrainer", True), ("SFTTrainer", False)])
+def test_a_trainer_that_compares_with_full_attention_does_not_shift_groups(
+    name: str, is_refused: bool
+) -> None:
+    known = type(name, (), {"__module__": "trl"})()
+    known.data_collator = known.lr_scheduler = None
+    problems = list(trainer_problems(known, LongContextConfig(shifted_group=64)))
+    assert [p.split(":")[0] for p in problems] == [f"shifted_group=64 with {name}"] * is_refused
+
+
 @pytest.mark.parametrize(
     ("sizes", "text"),
     [

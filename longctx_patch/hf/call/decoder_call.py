@@ -137,6 +137,12 @@ class DecoderCalls:
                 "could not import. pip install causal-conv1d (built for the installed torch), or "
                 "train on rows of token ids with labels, alone."
             )
+        if group := self.group.config.shifted_group:
+            raise ValueError(
+                f"shifted_group={group}: this pass in training mode is not one of whole rows of "
+                "tokens, so that every head would attend fully. Call the model on rows of token "
+                "ids, with attention_mask or position_ids alone; model.eval() first to generate."
+            )
         tokens = tokens_of(args, kwargs)
         self._check_reach(decoder, tokens.shape[1], kwargs.get("position_ids"))
         self.checkpoints.begin(decoder, self.checkpoints.propose(decoder, tokens, tokens.shape[1]))
@@ -234,6 +240,7 @@ class DecoderCalls:
         is_plain = (
             documents.is_one
             and batch.mask is None
+            and not (self.group.config.shifted_group and decoder.training)
             and not batch.routed
             and self._uncountable(batch.tokens) is None
             and (self.own_forward_trains or not decoder.training)

@@ -106,17 +106,24 @@ class FireCheck:
     def layer_ran(
         self,
         module: nn.Module,
-        call: AttentionCall,
+        calls: Sequence[AttentionCall],
         q: Tensor,
         out: Tensor,
         *,
         has_sinks: bool,
     ) -> None:
-        """Note a layer's call with queries `[B, L, H, D]`, and its backward when that runs."""
+        """Note a layer's calls with queries `[B, L, H, D]`, and their backward when that runs."""
+        call = calls[0]
         softcap = [f"softcap {call.score.softcap:g}"] if call.score.softcap else []
         latents = ["latents travel"] * bool(call.shape.latent_dim)
-        words = ", ".join([call.mask.name, *softcap, *["sinks"] * has_sinks, *latents])
-        self._ran(module, lambda layer: self._planned(layer, call), words, q, out)
+        masks = " beside ".join(each.mask.name for each in calls)
+        words = ", ".join([masks, *softcap, *["sinks"] * has_sinks, *latents])
+
+        def planned(layer: int) -> PlannedTraffic:
+            found = [self._planned(layer, each) for each in calls]
+            return PlannedTraffic(*(sum(each, Traffic()) for each in zip(*found, strict=True)))
+
+        self._ran(module, planned, words, q, out)
 
     def recurrence_ran(
         self, module: nn.Module, planned: ChainTraffic, hidden: Tensor, out: Tensor, words: str

@@ -23,6 +23,7 @@ from longctx_patch.kernels import Score
 from longctx_patch.operator.decided import decided_call, row_mask
 from longctx_patch.plans import Direction
 from longctx_patch.plans.chain import Chain
+from longctx_patch.plans.head_split import halves
 from longctx_patch.plans.recurrent import RecurrentShape, RecurrentWay
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.layout import Layout
@@ -36,6 +37,16 @@ class LayerKind(NamedTuple):
     window: int | None
     shape: CallShape
     chunk: int | None = None
+    first_chunk: int | None = None
+    """Tokens of each document's first chunk, where it has others."""
+
+
+class Part(NamedTuple):
+    """Heads of a layer that have an attention call of their own."""
+
+    heads: slice
+    kv_heads: slice
+    kind: LayerKind
 
 
 class ShardedCall:
@@ -74,13 +85,15 @@ class ShardedCall:
         if kind not in self._calls:
             longest = max(self.documents.lengths, default=0)
             window = None if kind.window is None or kind.window >= longest else kind.window
-            chunk = None if kind.chunk is None or kind.chunk >= longest else kind.chunk
+            chunk = kind.chunk
+            if chunk is not None and (kind.first_chunk or chunk) >= longest:
+                chunk = None
             is_causal = self.only_windows_are_masked and kind.window is None
             mask = None if is_causal else self.mask
             self._calls[kind] = decided_call(
                 self.group,
                 self.documents,
-                row_mask(mask, self.documents, window, chunk),
+                row_mask(mask, self.documents, window, chunk, chunk and kind.first_chunk),
                 kind.score,
                 kind.shape,
                 is_local=window is not None or chunk is not None,
@@ -151,28 +164,47 @@ def sharded_attention(
     if expansion is not None:
         shape = shape.with_latents(k_BLGD, v_BLGD, expansion.value_dim)
     kind = LayerKind(Score(scale, softcap), window, shape, _chunk_of(module))
-    attention_call = call.attention(kind)
-    call.seen.add(kind)
+    group = call.group.config.shifted_group if module.training else 0
+    parts = parts_of(kind, group)
+    calls = [call.attention(part.kind) for part in parts]
+    call.seen.update(part.kind for part in parts)
     try:
-        attention_call.kernel()
+        for attention_call in calls:
+            attention_call.kernel()
     except ValueError as error:
         raise ValueError(f"{layer_name(module)}: {error}") from error
     if call.fire_check is not None:
         call.fire_check.layer_begins(module)
-    out_BLHD, _lse = distributed_attention(
-        q_BLHD,
-        k_BLGD,
-        v_BLGD,
-        s_aux,
-        attention_call,
-        layer=getattr(module, "layer_idx", None),
-        expansion=expansion,
-    )
+    outputs = [
+        distributed_attention(
+            q_BLHD[:, :, part.heads],
+            k_BLGD[:, :, part.kv_heads],
+            v_BLGD[:, :, part.kv_heads],
+            None if s_aux is None else s_aux[part.heads],
+            attention_call,
+            layer=getattr(module, "layer_idx", None),
+            expansion=expansion,
+        )[0]
+        for part, attention_call in zip(parts, calls, strict=True)
+    ]
+    out_BLHD = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
     if call.fire_check is not None:
-        call.fire_check.layer_ran(
-            module, attention_call, q_BLHD, out_BLHD, has_sinks=s_aux is not None
-        )
+        call.fire_check.layer_ran(module, calls, q_BLHD, out_BLHD, has_sinks=s_aux is not None)
     return out_BLHD, None
+
+
+def parts_of(kind: LayerKind, shifted_group: int) -> list[Part]:
+    """All heads; or, of a layer with full attention, its two halves of shifted sparse attention in
+    groups of so many tokens (`LongContextConfig.shifted_group`)."""
+    if not shifted_group or kind.window is not None or kind.chunk is not None:
+        return [Part(slice(None), slice(None), kind)]
+    parts: list[Part] = []
+    for q, kv in halves(kind.shape.num_heads, kind.shape.num_kv_heads):
+        shape = kind.shape._replace(num_heads=q.stop - q.start, num_kv_heads=kv.stop - kv.start)
+        first = shifted_group // 2 if parts else None
+        half = kind._replace(shape=shape, chunk=shifted_group, first_chunk=first)
+        parts.append(Part(q, kv, half))
+    return parts
 
 
 def _chunk_of(module: nn.Module) -> int | None:

@@ -18,6 +18,7 @@ from longctx_patch.hf.model.facts import (
 from longctx_patch.hf.model.family import IMAGES, RECURRENT, SINKS, SOFTCAP, Family
 from longctx_patch.hf.model.rope_facts import follows_length, ropes_of
 from longctx_patch.hf.model.supported import FAMILIES, TABLE, refusal_of
+from longctx_patch.plans.head_split import halves
 
 if TYPE_CHECKING:
     from torch import nn
@@ -249,6 +250,27 @@ def _placement(family: Family, model_config: Any, config: "LongContextConfig") -
     )
 
 
+def _shifted_group(family: Family, model_config: Any, config: "LongContextConfig") -> str | None:
+    """Models without layers whose attention would be cut into groups, or heads to halve."""
+    if not (group := config.shifted_group):
+        return None
+    facts, leave_out = ModelFacts.of(model_config), "Leave it out (0): layers attend fully then."
+    others = [f for f in family.features if f in RECURRENT or f == IMAGES]
+    if others or facts.latent:
+        what = others[0] if others else "latent attention"
+        return f"shifted_group={group} with {what}: it is for attention over heads. {leave_out}"
+    if all(reach.is_local for reach in facts.reaches):
+        return f"shifted_group={group}: no layer has full attention. {leave_out}"
+    least = min(q.stop - q.start for q, _ in halves(facts.num_heads, facts.num_kv_heads))
+    if least < config.ulysses_degree:
+        return (
+            f"shifted_group={group} with ulysses_degree={config.ulysses_degree}: the smaller half "
+            f"of its {facts.num_heads} query heads has {least}, and each rank needs one. Use "
+            f"ulysses_degree <= {max(least, 1)} and a larger ring_degree, or shifted_group=0."
+        )
+    return None
+
+
 _CHECKS: tuple[Callable[[Family, Any, "LongContextConfig"], str | None], ...] = (
     _layer_types,
     _window,
@@ -258,6 +280,7 @@ _CHECKS: tuple[Callable[[Family, Any, "LongContextConfig"], str | None], ...] = 
     _noise,
     _rope,
     _heads,
+    _shifted_group,
     _mlp_tiles,
     _placement,
 )
