@@ -180,7 +180,7 @@ def test_of_a_killed_process_its_launcher_says_where_it_was(
     assert "SIGBUS" in said
     assert "a mapped file was cut" in said
     said = ending_of({1: failure(tmp_path, 1, -15)}, tmp_path)
-    assert said.startswith("rank 1 was ended by SIGTERM in the end, after step 3. `--resume`")
+    assert said.startswith("rank 1 was ended by SIGTERM in the end, after step 3. A training goes")
 
 
 def test_a_run_for_gpus_is_refused_once_where_there_are_fewer(
@@ -264,9 +264,11 @@ def test_help_beside_a_run_folder_lists_the_flags_of_its_recipe(folder: Path, ru
     assert result.exit_code == 0
     titles = [line for line in result.output.splitlines() if line.endswith(":") and line[0] != " "]
     assert titles == [
-        *("Options:", "The model, and how it is loaded:", "What of the model is trained:"),
-        *("What ends a run, or leaves out a step:", "The data and the output:"),
-        *("How ranks share a row:", "The training itself:"),
+        *("Options:", "The model, and how it is loaded:"),
+        *("How long rows are, and the context that RoPE is scaled for:",),
+        *("What of the model is trained:", "What ends a run, or leaves out a step:"),
+        *("Tasks over a long context, evaluated during the training:",),
+        *("The data and the output:", "How ranks share a row:", "The training itself:"),
     ]
     flat = " ".join(result.output.split())
     for line in ("steps [77]", "every weight [yes]", "for the copy [yes]", "own; 'bytes' --"):
