@@ -148,8 +148,7 @@ def draw(models: Sequence[Result], path: Path) -> None:
                 place = panel.columns.index(column), panel.rows.index(row)
                 ink = "black" if value > 55 else "white"
                 axis.text(*place, _percent(value), ha="center", va="center", color=ink, fontsize=9)
-    said = "percent of answers that are right, by tokens of the row and depth of the needle"
-    figure.supxlabel(said, fontsize=8, color="#4d5866")
+    figure.supxlabel("% right, by tokens of the row and depth", fontsize=8, color="#4d5866")
     figure.savefig(path)
 
 
