@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from transformers import AutoConfig, LlamaConfig, Qwen3Config
+from transformers import __version__ as version
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -374,6 +376,8 @@ def test_ranks_rotate_every_position_as_stock_transformers_does(
     equal those of one process, for the config that plain transformers reads from the file."""
     if family not in SUPPORTED:
         pytest.skip(f"{family} is not in this transformers")
+    if (family, kind) == ("olmo3", "longrope") and Version(version) < Version("5.24"):
+        pytest.skip("transformers 5.17 fails by itself in the second pass of such a longrope")
     length = 83
     before = featured_config(family, **{"max_position_embeddings": REACH} | changes)
     written = scale_rope(before, kind=kind, target_length=max(length, REACH), **options)
