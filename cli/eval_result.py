@@ -24,7 +24,7 @@ class Panel(NamedTuple):
     rows: tuple[str, ...]
     columns: tuple[int, ...]
     values: Mapping[tuple[str, int], float]
-    """Of those that were evaluated."""
+    """What those that were evaluated have."""
 
 
 class Result(NamedTuple):

@@ -53,9 +53,10 @@ class ContextSteps:
 class ContextStepsCallback(ContextEvaluationCallback):
     """The same for a trainer."""
 
+    def is_due(self, state: Any) -> bool:
+        return super().is_due(state) or state.global_step >= state.max_steps
+
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        if state.global_step >= state.max_steps:
-            self._every = 1
         super().on_step_end(args, state, control, **more)
         if (found := self.scores.get(state.global_step)) is not None:
             write_step(Path(args.output_dir), state.global_step, found)

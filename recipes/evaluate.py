@@ -55,7 +55,7 @@ class EvalSettings:
     depths: tuple[float, ...]
     """In percent; none: as each task has them."""
     samples: int
-    """Of each task, length and depth."""
+    """How many each task has at each length and depth."""
     text: Sequence[str]
     """Sources of held-out text."""
     text_field: str

@@ -81,11 +81,6 @@ def _of_run(folder: Path, settings: Path | None) -> Evaluated:
         asked = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))["settings"]
     run = parallelism_in(settings)[0] if settings else None
     degrees = (run.ulysses_degree, run.ring_degree) if run else None
-    step = (
-        ""
-        if found.name == "final"
-        else f", {(found.parent if found.name == 'model' else found).name}"
-    )
     checkpoint = found.parent if found.name == "model" else found
     step = "" if found.name == "final" else f", {checkpoint.name}"
     label = f"{folder.resolve().name}{step}"

@@ -57,7 +57,7 @@ class ContextEvaluation:
     depths: tuple[float, ...] | None = None
     """Where tasks with one needle hide it, from 0 to 1; None: as each task does by itself."""
     samples: int = 10
-    """Of each task, length and depth."""
+    """How many each task has at each length and depth."""
     seed: int = 42
     own: tuple[Sample, ...] = ()
     """Samples that are made already, such as `read_questions` makes of the user's own."""

@@ -31,9 +31,9 @@ class LongPPL:
     """Perplexities over long texts."""
 
     longppl: float | None
-    """Of the key tokens; None where there are none."""
+    """What the key tokens have; None where there are none."""
     perplexity: float
-    """Of all tokens."""
+    """What all tokens have."""
     key_tokens: int
     tokens: int
     """That have a loss."""

@@ -21,9 +21,9 @@ class PositionLosses:
     edges: tuple[int, ...]
     """Bucket `n` has the tokens with `edges[n]` to `edges[n + 1] - 1` tokens before them."""
     loss: tuple[float | None, ...]
-    """Of each bucket, over all its tokens, in nats; None for a bucket without tokens."""
+    """The mean that each bucket has over its tokens, in nats; None where it has no tokens."""
     tokens: tuple[int, ...]
-    """Of each bucket."""
+    """How many each bucket has."""
 
 
 def default_edges(length: int) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ Kept = TypeVar("Kept")
 
 
 class LabelScores(NamedTuple):
-    """Of each label of a batch, `[B, L - 1]` on the CPU: see `PatchHandle.label_scores`."""
+    """What each label of a batch scores, `[B, L - 1]` on the CPU (`PatchHandle.label_scores`)."""
 
     log_probs: Tensor
     is_top1: Tensor
@@ -49,7 +49,7 @@ class RowScorer:
         watchdog: Watchdog | None = None,
     ) -> None:
         self.tokens = 0
-        """Of all batches, each counted once for the job."""
+        """How many tokens all batches have, each counted once for the job."""
         self._handle, self._model = handle, handle.model if model is None else model
         self._watchdog = watchdog
 

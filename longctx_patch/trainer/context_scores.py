@@ -62,23 +62,22 @@ class ContextEvaluationCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         trainer = self._trainer
         handle = self._handle or getattr(trainer, "long_context_handle", None)
-        no_handle = (
-            "this trainer has no LongContextTrainerMixin: give ContextEvaluationCallback the "
-        )
-        refuse_together(
-            [] if handle else [f"{no_handle}handle that patch(model, config) returned."]
-        )
+        refuse_together([] if handle else [_NO_HANDLE])
         assert handle is not None
         tokenizer = self._tokenizer or trainer.processing_class
         self._prepared = PreparedEvaluation(handle, tokenizer, self._asked)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step % self._every or self._prepared is None:
+        if self._prepared is None or not self.is_due(state):
             return
         watchdog = getattr(self._trainer, "_watchdog", None)
         found = self._prepared.run(self._trainer.model_wrapped, watchdog=watchdog, say=_nothing)
         self.scores[state.global_step] = found
         add_entry(self._trainer, entry_of(found), state.global_step)
+
+    def is_due(self, state: Any) -> bool:
+        """Whether the step that has ended is one after which the model is evaluated."""
+        return bool(state.global_step % self._every == 0)
 
 
 def entry_of(scores: ContextScores) -> dict[str, float]:
