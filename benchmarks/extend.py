@@ -108,7 +108,7 @@ def with_recalls(text: str, draw: random.Random, most_chars: int) -> str:
         code = "".join(draw.choices("0123456789", k=draw.randint(4, 8)))
         line = f"\nNote: the {thing} has the number {code}. Keep it in mind.\n"
         place = draw.randrange(len(text))
-        again = min(place + int(most_chars * draw.random()), len(text))
+        again = min(place + 1 + int(most_chars * draw.random()), len(text))
         added += [(place, line), (again, f"\nAs noted, the {thing} has the number {code}.\n")]
     parts, end = [], 0
     for place, line in sorted(added):
