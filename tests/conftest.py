@@ -6,6 +6,7 @@ To search further: `pytest --hypothesis-profile=default tests/sequence`.
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -39,17 +40,18 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def forgets_accelerate() -> Iterator[None]:
-    """A Trainer's arguments make states of Accelerate in this process, and set its variables; other
-    tests should find neither."""
-    from accelerate.state import AcceleratorState, GradientState
-
+    """A Trainer's arguments make states of Accelerate in this process, and set its variables: the
+    next test finds neither."""
     before = dict(os.environ)
     yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    os.environ.clear()
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
     os.environ.update(before)
 
 

@@ -11,7 +11,6 @@ import pytest
 from report import read_lines
 
 
-@pytest.mark.usefixtures("forgets_accelerate")
 def test_wrong_steps_are_reported_and_right_ones_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,10 +20,8 @@ from tests.recipes.data.test_reading import CHAT, words
 from tests.recipes.trl_jobs import invoke, make_job, patch, write
 from tests.trl.cases import rows
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning"),  # of TRL's own defaults
-    pytest.mark.usefixtures("forgets_accelerate"),
-]
+# Of TRL\'s own defaults.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 GREEN = r"\x1b\[32m(.*?)\x1b\[0m"
 
 

@@ -111,7 +111,6 @@ def test_which_weights_a_run_stands_for(run: Path, base: Path) -> None:
         find(str(run))
 
 
-@pytest.mark.usefixtures("forgets_accelerate")
 def test_the_context_is_evaluated_during_training(
     base: Path, text_file: Path, tmp_path: Path
 ) -> None:

@@ -82,7 +82,6 @@ def is_sharded(checkpoint: Path) -> bool:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.usefixtures("forgets_accelerate")
 def test_losses_are_those_of_an_undisturbed_run_whatever_the_world(
     config_file: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,7 +119,6 @@ def test_losses_are_those_of_an_undisturbed_run_whatever_the_world(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.usefixtures("forgets_accelerate")
 def test_stages_of_rows_go_on_in_another_world(
     config_file: Path, text_file: Path, tmp_path: Path
 ) -> None:

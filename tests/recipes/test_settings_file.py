@@ -15,10 +15,8 @@ from longctx_patch.recipes.settings_file import file_and_flags
 from longctx_patch.recipes.trl_settings import parse
 from longctx_patch.recipes.yaml_file import read_yaml
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning"),  # of TRL's own defaults
-    pytest.mark.usefixtures("forgets_accelerate"),
-]
+# Of TRL\'s own defaults.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 TRL = "data: a\nmodel: m\nseq_len: 64\noutput_dir: out\nuse_cpu: true\nbf16: false\n"
 RECIPES: dict[str, tuple[Callable[[list[str]], Any], str, str]] = {
     "finetune": (parse_settings, "--settings", "text: a\nmodel: m\nseq_len: 64\noutput: out\n"),

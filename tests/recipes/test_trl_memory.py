@@ -1,14 +1,13 @@
 """Runs over TRL rehearse a step with their longest rows, and explain where memory ends."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor
 
 from longctx_patch.recipes import dpo, memory_report, sft, trl_memory
@@ -21,14 +20,6 @@ from tests.trl.cases import rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing`:FutureWarning")
 LENGTHS = [5, 9, 40, 7, 11, 38, 6, 8]
-
-
-@pytest.fixture(autouse=True)
-def _own_accelerator() -> Iterator[None]:
-    """Accelerate's state is that of the process: other tests have one of their own."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 @pytest.fixture

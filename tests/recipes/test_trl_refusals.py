@@ -155,7 +155,6 @@ FLAGS: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of TRL's own defaults
-@pytest.mark.usefixtures("forgets_accelerate")
 @pytest.mark.parametrize("name", FLAGS)
 def test_settings_that_exclude_each_other(job: Path, name: str) -> None:
     patch(job, "--data", str(job / "chats.jsonl"))

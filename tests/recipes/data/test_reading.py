@@ -54,7 +54,6 @@ def chats(kind: str) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.usefixtures("forgets_accelerate")
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of TRL's own defaults
 @pytest.mark.parametrize(
     ("records", "kind", "given"),
@@ -93,7 +92,6 @@ def test_rows_are_those_of_trl(
     assert found == wanted
 
 
-@pytest.mark.usefixtures("forgets_accelerate")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("records", [rows("pairs", 8, 3), chats("pairs")])
 def test_pairs_are_those_of_trl(tmp_path: Path, records: list[dict[str, Any]]) -> None:
