@@ -50,7 +50,7 @@ TESTS_jobs := tests/recipes/test_several_nodes.py tests/recipes/test_launch.py \
     tests/recipes/test_ended.py tests/recipes/test_text_model.py tests/recipes/test_examples.py \
     tests/recipes/saving tests/recipes/test_bad_steps.py tests/cli/test_train.py \
     tests/cli/test_step_rows.py tests/health/test_launched.py tests/diagnosis/test_world.py \
-    tests/plugin/test_yaml.py tests/docs/test_notebook.py tests/benchmarks/test_start.py
+    tests/plugin/test_yaml.py tests/docs/test_notebook.py
 # Each runs once for every family; tests/hf/test_exactness.py stays, which has a few in all ways.
 TESTS_models := tests/hf/model tests/hf/call tests/hf/test_states_and_latents.py \
     tests/hf/test_exact_families.py tests/hf/test_masked_models.py tests/hf/test_images.py \

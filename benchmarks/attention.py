@@ -8,7 +8,7 @@ The ideal of a problem is one causal kernel over all its tokens with a rank's pa
 all GPUs at once; for documents and windows, over a causal row of the same area. Each peer is a
 launch of its own with its own time limit. Every candidate's output and gradients are first compared
 with dense attention in float64 on a small problem; one that is wrong is reported and not timed.
-Writes attention.jsonl, attention.md and attention.png into --out; benchmarks/README.md says more.
+Writes attention.jsonl and attention.md into --out; benchmarks/README.md says more.
 """
 
 import argparse
@@ -26,13 +26,11 @@ from measure import Row
 from operators import FASTEST
 from problems import Problem, lognormal_lengths, share_of
 from report import (
-    Bars,
     Column,
     hardware,
     heading,
     is_ok,
     number,
-    plot,
     spread,
     table,
     write_lines,
@@ -197,7 +195,7 @@ def by_speed(rows: Sequence[Row]) -> list[Row]:
 def write_report(
     problems: Sequence[Problem], arguments: argparse.Namespace, rows: Sequence[Row], where: Row
 ) -> None:
-    """Complete the rows with shares and predictions, and write them with a table and a plot."""
+    """Complete the rows with shares and predictions, and write them with a table."""
     num_ranks, out = arguments.gpus, arguments.out
     rows = with_predictions(with_ideals(rows, problems, num_ranks), problems, where)
     write_lines([{**row, "machine": where} for row in rows], out / "attention.jsonl")
@@ -208,22 +206,14 @@ def write_report(
         "part of the heads, on all GPUs at once; of documents and windows, over a causal row of "
         "the same area, scaled. Each candidate's own kernel's ideal is timed by turns with it.\n\n"
     )
-    panels = []
     for problem in problems:
         mine = by_speed([row for row in rows if row.get("problem") == str(problem)])
         run = [row for row in mine if row["status"] != "not covered"]
         text += f"## {problem}\n\n{table(COLUMNS, run)}\n{_not_covered(mine)}"
-        shares = {
-            f"{row['peer']}: {row['candidate']}": 100 * row["share_of_fastest_ideal"]
-            for row in mine
-            if row.get("share_of_fastest_ideal")
-        }
-        panels.append(Bars(str(problem), "% of the fastest kernel's ideal", shares))
     launches = [row for row in rows if "problem" not in row]
     if launches:
         text += f"## Launches that failed\n\n{table(COLUMNS, launches)}\n"
     (out / "attention.md").write_text(text)
-    plot(panels, out / "attention.png", title)
 
 
 def _not_covered(rows: Sequence[Row]) -> str:

@@ -15,22 +15,14 @@ from report import read_lines
 HERE = Path(__file__).parent
 
 
-def make_parser(
-    description: str | None, *, numbers_of_gpus: Sequence[int] = ()
-) -> argparse.ArgumentParser:
-    """A parser with the options of every script that starts launches, all on one number of GPUs
-    unless several are given."""
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the options of every script that starts launches."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder to write")
-    if numbers_of_gpus:
-        said = f"processes of launches ({' '.join(map(str, numbers_of_gpus))})"
-        add("--gpus", type=int, nargs="+", default=[*numbers_of_gpus], help=said)
-    else:
-        said = "processes of a launch (4); without GPUs on the CPU"
-        add("--gpus", type=int, default=4, help=said)
+    add("--gpus", type=int, default=4, help="processes of a launch (4); without GPUs on the CPU")
     add("--limit-s", type=float, default=300.0, help="of each launch (default 300)")
     add("--budget-s", type=float, default=math.inf, help="of all launches (default none)")
     return parser

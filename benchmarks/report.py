@@ -1,9 +1,9 @@
-"""What a benchmark leaves in its folder: lines of JSON, a Markdown table, a plot."""
+"""What a benchmark leaves in its folder: lines of JSON and a Markdown table."""
 
 import json
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,15 +16,6 @@ class Column(NamedTuple):
     title: str
     of: Callable[[Row], object]
     """Takes a row, returns what to print in the cell; None prints nothing."""
-
-
-class Bars(NamedTuple):
-    """One panel of a plot."""
-
-    title: str
-    unit: str
-    lengths: Mapping[str, float]
-    """The length of each bar by its name, from top to bottom."""
 
 
 def append_line(row: Row, path: Path) -> None:
@@ -97,35 +88,3 @@ def heading(title: str, machine: Row) -> str:
     said = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     command = shlex.join(["python", *sys.argv])
     return f"# {title}\n\n{said}; {machine['date']}.\n\n`{command}`\n\n"
-
-
-def plot(panels: Sequence[Bars], path: Path, title: str) -> bool:
-    """Horizontal bars; False, and no file, where matplotlib isn't installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    drawn = [panel for panel in panels if panel.lengths]
-    if not drawn:
-        return False
-    heights = [1.0 + 0.22 * len(panel.lengths) for panel in drawn]
-    size, ratios = (9, 0.4 + sum(heights)), {"height_ratios": heights}
-    figure, axes = plt.subplots(
-        len(drawn), figsize=size, gridspec_kw=ratios, squeeze=False, layout="constrained"
-    )
-    for axis, panel in zip(axes[:, 0], drawn, strict=True):
-        names, lengths = list(panel.lengths), list(panel.lengths.values())
-        bars = axis.barh(range(len(names)), lengths, color="tab:blue")
-        axis.bar_label(bars, fmt="%.3g", padding=3, fontsize=7)
-        axis.set_yticks(range(len(names)), names, fontsize=7)
-        axis.invert_yaxis()
-        axis.margins(x=0.1)
-        axis.set_title(panel.title, fontsize=9)
-        axis.set_xlabel(panel.unit, fontsize=8)
-    figure.suptitle(title, fontsize=9)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return True

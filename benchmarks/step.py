@@ -9,7 +9,7 @@ AdamW, one row of random tokens. A system is `name:option=value,...`, with the o
 benchmarks/systems/NAME.py lists, and a launch of its own with its own time limit. It first makes a
 step on a small row, which has to give the loss and the gradients of one process, and its first loss
 at each length has to be that of the first of ours; otherwise it is wrong and not timed. Writes
-step.jsonl, step.md and step.png into --out; benchmarks/README.md says more.
+step.jsonl and step.md into --out; benchmarks/README.md says more.
 """
 
 import argparse
@@ -22,13 +22,11 @@ from launches import check_all, make_parser, run_all, run_launch
 from measure import Row
 from model_shapes import MODELS
 from report import (
-    Bars,
     Column,
     hardware,
     heading,
     is_ok,
     number,
-    plot,
     spread,
     table,
     write_lines,
@@ -161,30 +159,22 @@ def profile_table(row: Row) -> str:
 
 
 def write_report(arguments: argparse.Namespace, rows: Sequence[Row], where: Row) -> None:
-    """Complete the rows with ratios, and write them with tables and a plot."""
+    """Complete the rows with ratios, and write them with tables."""
     out, rows = arguments.out, with_ratios(rows)
     who = {"num_ranks": arguments.gpus, "machine": where}
     write_lines([{**row, **who} for row in rows], out / "step.jsonl")
     title = f"A training step: {hardware(where, arguments.gpus)}"
     text = heading(title, where)
     text += f"{arguments.model} with {arguments.num_layers} layers.\n\n"
-    panels = []
     for num_tokens in sorted(arguments.tokens):
         mine = [row for row in rows if row.get("num_tokens") == num_tokens]
         mine.sort(key=lambda row: (not is_ok(row), row.get("seconds") or 0.0))
         text += f"## {num_tokens:,} tokens\n\n{table(COLUMNS, mine)}\n"
         text += "".join(profile_table(row) for row in mine if row.get("profile"))
-        speeds = {
-            row["system"]: row["tokens_per_s_per_gpu"]
-            for row in mine
-            if "tokens_per_s_per_gpu" in row
-        }
-        panels.append(Bars(f"{num_tokens:,} tokens", "tokens/s/GPU", speeds))
     rest = [row for row in rows if "num_tokens" not in row]
     if rest:
         text += f"## Not run to the end\n\n{table((COLUMNS[0], COLUMNS[-1]), rest)}\n"
     (out / "step.md").write_text(text)
-    plot(panels, out / "step.png", title)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -57,8 +57,6 @@ class System(Protocol):
 
     model: nn.Module
     warm_up_steps: int
-    num_rows: int
-    """Rows of a step, all alike."""
 
     def load(self, row: Tensor) -> None:
         """Take the row for the next steps: `[1, N]`, whole and the same on every rank."""
@@ -91,7 +89,6 @@ class TorchTrained:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     warm_up_steps = 2
-    num_rows = 1
     _accelerator: Any
     _row: Tensor
 

@@ -3,10 +3,8 @@
 Options: fields of LongContextConfig (`ulysses` and `ring` for the degrees), and `layers` (none,
 liger, compile): what computes RMSNorm, SwiGLU and rotary embeddings; `reshard=false` keeps weights
 whole between forward and backward; `rows=true` gives the model whole rows, which it cuts in each
-step, in place of a shard that was cut before; `replicas` groups train a row each, which here is the
-same row, so that loss and gradients stay those of one process; `copies` of the model are sharded
-over the GPUs (HSDP) in place of one; `weights=bfloat16` keeps weights and the optimizer's states in
-bfloat16, as a run on one GPU does, in place of float32.
+step, in place of a shard that was cut before; `weights=bfloat16` keeps weights and the optimizer's
+states in bfloat16, as a run on one GPU does, in place of float32.
 """
 
 import dataclasses
@@ -37,27 +35,21 @@ class Ours(TorchTrained):
         self._device = job.device
         self._gives_whole_rows = options.pop("rows", False)
         layers, reshards = options.pop("layers", "none"), options.pop("reshard", True)
-        self.num_rows, copies = options.pop("replicas", 1), options.pop("copies", 1)
         weights = take({"weights": options.pop("weights", "float32")}, weights=WEIGHTS)["weights"]
         if weights == "bfloat16" and not job.shards_weights:
             raise ValueError("weights=bfloat16: weights that are not sharded keep their dtype.")
         config = LongContextConfig(**{NAMES.get(key, key): x for key, x in options.items()})
         # Such a policy measures in the first steps, and decides after them.
         self.warm_up_steps = 4 if POLICIES[config.checkpoint].chooses_by_layer else 2
-        if config.sequence_degree * self.num_rows != job.num_ranks:
+        if config.sequence_degree != job.num_ranks:
             raise ValueError(
-                f"{config.sequence_degree} ranks share a sequence, in {self.num_rows} replicas, "
-                f"and {job.num_ranks} run: give ulysses=, ring= and replicas= that multiply to it."
+                f"{config.sequence_degree} ranks share a sequence, and {job.num_ranks} run: give "
+                "ulysses= and ring= that multiply to it."
             )
         if job.shards_weights:
-            os.environ.update(
-                launch_environment(job.num_ranks, reshards, degree=config.sequence_degree)
-            )
+            os.environ.update(launch_environment(job.num_ranks, reshards))
         self._accelerator = make_accelerator(
             config,
-            # With one copy, Accelerate finds out: sharded under FSDP2, else whole replicas.
-            dp_replicate_size=copies if copies > 1 else None,
-            dp_shard_size=self.num_rows // copies if copies > 1 else None,
             mixed_precision=job.precision if weights == "float32" else "no",
             cpu=job.device.type == "cpu",
         )
@@ -89,11 +81,11 @@ class Ours(TorchTrained):
 
 
 def launch_environment(
-    num_ranks: int, reshards: bool = True, *, degree: int = 0, states_on_host: bool = False
+    num_ranks: int, reshards: bool = True, *, states_on_host: bool = False
 ) -> dict[str, str]:
     """The variables that `accelerate launch` exports for the FSDP2 settings of a run folder, in
-    which `degree` ranks share a sequence, all of them unless given."""
-    text = accelerate_yaml(num_ranks, degree or num_ranks, fsdp=True, states_on_host=states_on_host)
+    which all ranks share a sequence."""
+    text = accelerate_yaml(num_ranks, num_ranks, fsdp=True, states_on_host=states_on_host)
     settings = yaml.safe_load(text)["fsdp_config"]
     settings["fsdp_reshard_after_forward"] = reshards
     exported = {key.upper(): str(value) for key, value in settings.items()}

@@ -5,16 +5,9 @@ from pathlib import Path
 import launch
 import pytest
 from config_text import config_of, name_of, options_of
-from report import Bars, plot
 
 from longctx_patch import LongContextConfig
 from longctx_patch.memory.allocator import SETTING
-
-
-def test_a_plot_leaves_empty_panels_out(tmp_path: Path) -> None:
-    assert not plot([Bars("nothing", "%", {})], tmp_path / "a.png", "title")
-    assert plot([Bars("some", "%", {"a": 1.0}), Bars("none", "%", {})], tmp_path / "b.png", "title")
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["b.png"]
 
 
 def test_options_on_the_command_line() -> None:
