@@ -68,7 +68,6 @@ setup(
     package_dir={name: folder for folder, name in MOVED_FOLDERS.items()},
     package_data={
         "longctx_patch": ["py.typed"],
-        "longctx_patch.hf.model": ["survey.json"],
         "longctx_patch.recipes": ["accelerate/*.yaml", "slurm/*.sh"],
     },
     install_requires=[

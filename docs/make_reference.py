@@ -20,7 +20,6 @@ import longctx_patch
 from longctx_patch import LongContextConfig, masks
 from longctx_patch.cli.families import render_markdown
 from longctx_patch.cli.main import main as longctx
-from longctx_patch.hf.model.supported import TABLE
 from longctx_patch.kernels import available
 from longctx_patch.plans.generators.table import PLANS
 from longctx_patch.recipes.settings import SHORT_NAMES, Parallelism, Settings
@@ -40,21 +39,14 @@ A family is supported when its mixing of tokens goes through transformers' atten
 through recurrences and short convolutions that run over chains
 ([recurrent layers](../explanation/recurrent-layers.md)), and the tests have compared it with its
 own stock eager attention: the loss and every gradient, on 1 to 4 ranks, with its windows, softcap,
-sinks, experts and recurrent layers. `longctx families` prints these tables, also as JSON. A family
-that stands in neither table is refused too. The load-balancing loss of experts is that of all
-tokens of a batch, without padding; over the batches and replicas of a step it is their mean by
-tokens.
+sinks, experts and recurrent layers. `longctx families` prints these tables, also as JSON. The
+load-balancing loss of experts is that of all tokens of a batch, without padding; over the batches
+and replicas of a step it is their mean by tokens.
 
-- The errors are relative, the worst of loss and all gradients, of a tiny model on two ranks, over a
-  ring and by Ulysses, against its stock self in float64: `benchmarks/survey_families.py` writes
-  them. In float32 the stock model itself is about as far from float64. A refused family was run
-  past its refusal, with rows of text alone; the last table has what that gave.
 - Heads of 512, which global layers of Gemma 4 have, are beyond every fused kernel of GPUs
   ([kernels](kernels.md)). Those layers compute in `torch_eager`, by chunks of 64 MiB of scores in
   float32: exact, in memory that grows with the length and not with its square, but many times
   slower. A warning says so when the first such layer runs.
-- No recurrence that transformers 5.24 has is refused for not being affine in its state: those of
-  refused families are affine as well, and the table says what is missing.
 - Read in bfloat16, DeepSeek-V3 and families with its router keep the router's weights in float32
   from transformers 5.24 on, and FSDP2 refuses layers whose trained weights differ in dtype. Train
   all their weights in float32 (the recipes' own choice), or a LoRA adapter.
@@ -68,7 +60,7 @@ tokens.
 
 def pages() -> dict[str, str]:
     """Every generated page, by its file name."""
-    families = f"{FAMILIES}\n\n{render_markdown(TABLE)}"
+    families = f"{FAMILIES}\n\n{render_markdown()}"
     texts = {"api.md": api(), "cli.md": cli(), "config.md": config(), "families.md": [families]}
     return {name: "\n".join([MADE, *lines]).strip() + "\n" for name, lines in texts.items()}
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from longctx_patch.hf.model.checks import TABLE
+from longctx_patch.hf.model.refused import REFUSED
+from longctx_patch.hf.model.supported import TABLE
 from tests.cli.conftest import Run
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "families.md"
@@ -18,21 +19,22 @@ def test_every_family_has_a_line(run: Run) -> None:
     result = run("families")
     assert result.exit_code == 0
     lines = result.output.splitlines()
-    assert lines[0].split() == ["MODEL", "TYPE", "NAME", "FLOAT64", "FLOAT32", "SUPPORT"]
-    assert [line.split()[0] for line in lines[1:]] == [family.model_type for family in TABLE]
-    for line, family in zip(lines[1:], TABLE, strict=True):
-        support = "yes" if family.refusal is None else f"no: {family.refusal}"
-        assert f"{family.name} " in line
-        assert f"  {support}" in line
+    assert lines[0].split() == ["MODEL", "TYPE", "NAME", "SUPPORT"]
+    types = [*(family.model_type for family in TABLE), *REFUSED]
+    assert [line.split()[0] for line in lines[1:]] == types
+    assert all(
+        f"  no: {REFUSED[name]}" in line
+        for name, line in zip(types, lines[1:], strict=True)
+        if name in REFUSED
+    )
     assert any(line.endswith("yes, sliding window, sinks, router loss") for line in lines)
 
 
 def test_json_has_every_field(run: Run) -> None:
     rows = json.loads(run("families", "--json").output)
-    assert [row["model_type"] for row in rows] == [family.model_type for family in TABLE]
+    assert [row["model_type"] for row in rows] == [*(f.model_type for f in TABLE), *REFUSED]
     gemma_2 = next(row for row in rows if row["model_type"] == "gemma2")
-    assert gemma_2.keys() == {"model_type", "name", "features", "logits", "refusal", "survey"}
-    assert gemma_2["survey"].keys() == {"ring", "Ulysses"}
+    assert gemma_2.keys() == {"model_type", "name", "features", "logits", "refusal"}
     assert (gemma_2["features"], gemma_2["refusal"]) == (["sliding window", "softcap"], None)
 
 
@@ -55,8 +57,9 @@ def test_json_and_markdown_at_once_is_wrong_usage(run: Run) -> None:
         (
             "gpt2",
             1,
-            ["no: gpt2 (GPT-2): its learned positions end", "What to do: train it without"],
+            ["no: gpt2: its learned positions end", "What to do: train it without"],
         ),
+        ("bert", 1, ["no: 'bert' is no path, and no model_type", "What to do: train it without"]),
         ("qwen33", 1, ["no model_type in the table. Did you mean 'qwen3'?"]),
     ],
 )

@@ -55,8 +55,6 @@ class Family:
     """What is covered beside causal attention; the model may or may not have it."""
     logits: LogitsRule | None = None
     """What happens to logits after the head; None: nothing."""
-    refusal: str | None = None
-    """Why it can't be patched; None if it can."""
 
     @property
     def layers(self) -> frozenset[str]:
@@ -68,11 +66,3 @@ def supported(
     model_type: str, name: str, *features: str, logits: LogitsRule | None = None
 ) -> Family:
     return Family(model_type=model_type, name=name, features=features, logits=logits)
-
-
-def refused(reason: str, names: Mapping[str, str]) -> tuple[Family, ...]:
-    """Families that one reason refuses: model_type -> name."""
-    return tuple(
-        Family(model_type=model_type, name=name, refusal=reason)
-        for model_type, name in names.items()
-    )
