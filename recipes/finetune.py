@@ -367,7 +367,6 @@ def train_steps(
     steps = FiniteSteps(
         state.optimizer,
         skip_bad_steps=settings.skip_bad_steps,
-        max_loss_spike=settings.max_loss_spike,
         history=state.history,
     )
     sentinel = Sentinel(handle, state.model)

@@ -42,7 +42,7 @@ FREE = {
         "library_warnings",
     ),
     *("start_timeout", "step_timeout", "save_timeout"),
-    *("skip_bad_steps", "max_loss_spike", "sentinel_every"),  # good steps are what they are
+    *("skip_bad_steps", "sentinel_every"),  # good steps are what they are
 }
 PLACES = {"model", "tokenizer", "chat_template", "text", "data", "eval_data", "output"}
 WORLD = {*PARALLELISM} - FREE

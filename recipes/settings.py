@@ -185,11 +185,6 @@ class _Guarded(_Adapted):
         "how many steps whose loss or gradient is not finite are left out; one more ends the run",
         default=0,
     )
-    max_loss_spike: float = setting(
-        "a loss above so many times the median of the last 32 steps is left out like one that is "
-        "not finite; 0 never",
-        default=0.0,
-    )
     sentinel_every: int = setting(
         "steps between comparisons of the sharded model with one rank alone; 0 never", default=0
     )
@@ -246,7 +241,7 @@ class ModelSettings(_ContextEvaluated):
 
     def _check_model(self) -> None:
         self.time_limits()
-        check_guard_settings(self.skip_bad_steps, self.max_loss_spike, self.sentinel_every)
+        check_guard_settings(self.skip_bad_steps, self.sentinel_every)
         if not self.model:
             raise ValueError("model is not set. Give --model or 'model:' in the settings.")
         self.check_lengths()

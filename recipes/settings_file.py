@@ -13,6 +13,7 @@ import click
 from transformers import HfArgumentParser
 
 from longctx_patch.recipes.yaml_file import read_yaml
+from longctx_patch.rules.gone import GONE_SETTINGS
 from longctx_patch.rules.names import did_you_mean
 
 OUTPUT = ("output", "output_dir")
@@ -98,7 +99,10 @@ def _flag_and_help(action: argparse.Action, default: Any) -> tuple[str, str]:
 
 
 def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """A sentence, after a space, that names the setting that is meant; "" if none is near."""
+    """A sentence, after a space, that names the setting that is meant, or says why the setting
+    went; "" if none is near."""
+    if name in GONE_SETTINGS:
+        return f" {GONE_SETTINGS[name]}"
     known = set(known)
     for pair in _ALIKE:
         if name in pair:

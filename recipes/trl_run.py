@@ -248,7 +248,6 @@ def build(
         long_context=settings.sequence_parallelism(),
         watchdog=watchdog,
         skip_bad_steps=settings.skip_bad_steps,
-        max_loss_spike=settings.max_loss_spike,
         sentinel_every=settings.sentinel_every,
         keep_every=settings.keep_every,
         save_in_background=settings.save_in_background,

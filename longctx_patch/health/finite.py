@@ -1,4 +1,4 @@
-"""A step whose numbers are no numbers changes no weight.
+"""Skips the optimizer's step when the loss or the gradient norm is not finite.
 
 The losses of all ranks and the norm of the gradient are gathered on the device. Where one of them
 is not finite, torch's fused Adam and AdamW leave weights, states and step counts as they were, as
@@ -8,10 +8,8 @@ which it waits on a GPU, and drops the gradients of a bad step. So does a gradie
 skips overflown gradients by itself, so that losses alone are judged.
 """
 
-import math
-import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,14 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from longctx_patch.health.step_numbers import PendingStep, StepNumbers, gathered
 
-SPIKE_WINDOW = 32
-"""A spike is compared with the median loss of so many steps before it."""
-SPIKE_LEAST = 8
-"""With fewer steps before it nothing is a spike."""
-
 
 class BadStepError(RuntimeError):
-    """A step's loss or gradient was no number, or a spike, and no more steps may be skipped."""
+    """A step's loss or gradient norm was not finite, and no more steps may be skipped."""
 
 
 @dataclass(kw_only=True)
@@ -35,16 +28,6 @@ class StepHistory:
     """What is known of the steps so far, which a checkpoint has to keep."""
 
     num_skipped: int = 0
-    losses: list[float] = field(default_factory=list)
-    """Of the last applied steps, at most `SPIKE_WINDOW`."""
-
-    def median(self) -> float:
-        """Of the last losses; infinite as long as there are few, and where it is not above 0, so
-        that no multiple of it says what is high."""
-        if len(self.losses) < SPIKE_LEAST:
-            return math.inf
-        median = statistics.median(self.losses)
-        return median if median > 0 else math.inf
 
 
 class FiniteSteps:
@@ -56,13 +39,10 @@ class FiniteSteps:
     Args:
         optimizer: torch's, or Accelerate's around it.
         skip_bad_steps: how many bad steps may be left out, in all; the one after them is an error.
-        max_loss_spike: a finite loss above so many times the median of the last steps is bad too; 0
-            for never.
         history: of the run that goes on; `history` is to be saved with a checkpoint.
 
     Raises:
-        ValueError: `skip_bad_steps` below 0, or a `max_loss_spike` other than 0 that is not above
-            1.
+        ValueError: `skip_bad_steps` below 0.
 
     Example:
         >>> steps = FiniteSteps(optimizer, skip_bad_steps=3)  # doctest: +SKIP
@@ -75,16 +55,10 @@ class FiniteSteps:
     """
 
     def __init__(
-        self,
-        optimizer: Any,
-        *,
-        skip_bad_steps: int = 0,
-        max_loss_spike: float = 0.0,
-        history: StepHistory | None = None,
+        self, optimizer: Any, *, skip_bad_steps: int = 0, history: StepHistory | None = None
     ) -> None:
-        check_guard_settings(skip_bad_steps, max_loss_spike)
-        self._optimizer = optimizer
-        self.skip_bad_steps, self._max_loss_spike = skip_bad_steps, max_loss_spike
+        check_guard_settings(skip_bad_steps)
+        self._optimizer, self.skip_bad_steps = optimizer, skip_bad_steps
         self.history = history or StepHistory()
         _torch_optimizer(optimizer).register_step_post_hook(_forget)
 
@@ -112,9 +86,8 @@ class FiniteSteps:
         """
         norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
         mine = torch.stack([loss.detach().double(), norm.detach().to(loss.device).double()])
-        limit = self._max_loss_spike * self.history.median() if self._max_loss_spike else math.inf
         has_scaler = getattr(self._optimizer, "scaler", None) is not None
-        pending = PendingStep(gathered(mine), judges_norm=not has_scaler, limit=limit)
+        pending = PendingStep(gathered(mine), judges_norm=not has_scaler)
         optimizer = _torch_optimizer(self._optimizer)
         if not has_scaler and skips_on_device(optimizer, pending.device):
             optimizer.found_inf = pending.is_bad
@@ -140,10 +113,8 @@ class FiniteSteps:
         Raises:
             BadStepError: on all ranks, for a bad step where no more may be skipped.
         """
-        numbers = pending.numbers()
-        history = self.history
+        numbers, history = pending.numbers(), self.history
         if numbers.is_applied:
-            history.losses = [*history.losses, numbers.loss][-SPIKE_WINDOW:]
             return numbers
         problem = f"{numbers.problem}{'; ' + explain() if explain else ''}"
         if history.num_skipped >= self.skip_bad_steps:
@@ -159,19 +130,12 @@ class FiniteSteps:
         return replace(numbers, problem=problem)
 
 
-def check_guard_settings(
-    skip_bad_steps: int, max_loss_spike: float = 0.0, sentinel_every: int = 0
-) -> None:
+def check_guard_settings(skip_bad_steps: int, sentinel_every: int = 0) -> None:
     """Raise ValueError for settings that can't be right."""
     if skip_bad_steps < 0:
         raise ValueError(
             f"skip_bad_steps={skip_bad_steps}: a number of steps, 0 or more. 0 ends the run at the "
             "first step whose loss or gradient is not finite."
-        )
-    if max_loss_spike and not 1 < max_loss_spike < math.inf:
-        raise ValueError(
-            f"max_loss_spike={max_loss_spike}: a factor above 1 of the median loss, such as 5, or "
-            "0 for no such check."
         )
     if sentinel_every < 0:
         raise ValueError(

@@ -44,12 +44,11 @@ class OnTheWay:
 class PendingStep:
     """The numbers of a step on their way to the host."""
 
-    def __init__(self, by_rank: Tensor, *, judges_norm: bool, limit: float) -> None:
-        """`by_rank`: `[ranks, 2]` losses and gradient norms, float64. `limit`: of the mean loss."""
-        self._limit = limit
+    def __init__(self, by_rank: Tensor, *, judges_norm: bool) -> None:
+        """`by_rank`: `[ranks, 2]` losses and gradient norms, float64."""
         self.device = by_rank.device
         judged = by_rank if judges_norm else by_rank[:, 0]
-        is_bad = torch.isfinite(judged).all().logical_not() | (by_rank[:, 0].mean() > limit)
+        is_bad = torch.isfinite(judged).all().logical_not()
         self.is_bad = is_bad.float()
         """1 or 0 on the device, a scalar. The host reads this decision, and makes none of its
         own."""
@@ -63,21 +62,17 @@ class PendingStep:
         self.is_on_host = True
         by_rank = host[1:].view(-1, 2)
         loss, norm = by_rank[:, 0].mean().item(), by_rank[0, 1].item()
-        problem = self._problem(by_rank.tolist(), loss) if host[0].item() else ""
+        problem = _problem(by_rank.tolist()) if host[0].item() else ""
         return StepNumbers(loss=loss, grad_norm=norm, problem=problem)
 
-    def _problem(self, by_rank: list[list[float]], mean: float) -> str:
-        odd = {rank: loss for rank, (loss, _) in enumerate(by_rank) if not math.isfinite(loss)}
-        if odd:
-            values = " and ".join(sorted({str(value) for value in odd.values()}))
-            return f"the loss is {values} on rank {', '.join(map(str, odd))}"
-        if not mean > self._limit:
-            norm = next((norm for _, norm in by_rank if not math.isfinite(norm)), math.inf)
-            return f"the gradient norm is {norm}"
-        return (
-            f"the loss {mean:.4g} is above {self._limit:.4g}, the median of the steps before times "
-            "max_loss_spike"
-        )
+
+def _problem(by_rank: list[list[float]]) -> str:
+    odd = {rank: loss for rank, (loss, _) in enumerate(by_rank) if not math.isfinite(loss)}
+    if odd:
+        values = " and ".join(sorted({str(value) for value in odd.values()}))
+        return f"the loss is {values} on rank {', '.join(map(str, odd))}"
+    norm = next((norm for _, norm in by_rank if not math.isfinite(norm)), math.inf)
+    return f"the gradient norm is {norm}"
 
 
 def gathered(mine: Tensor) -> Tensor:

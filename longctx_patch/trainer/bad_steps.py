@@ -1,5 +1,4 @@
-"""A trainer's step whose loss or gradient is not finite, or whose loss is a spike, changes nothing,
-and none of it is saved.
+"""Skips a trainer's step whose loss or gradient norm is not finite; nothing of it is saved.
 
 Trainers log rarely, so each step is checked by itself (`longctx_patch.health`), at the moment when
 its gradient's norm is known. On a GPU the host reads what was found a step later, for which it need
@@ -8,15 +7,13 @@ not wait; on the CPU at once. Whatever saves, evaluates or ends training waits f
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from longctx_patch.health.finite import FiniteSteps, StepHistory
 from longctx_patch.health.step_numbers import PendingStep
@@ -24,8 +21,6 @@ from longctx_patch.health.weights import check_saved_weights, check_weights
 from longctx_patch.health.where import Pass, source_of
 from longctx_patch.memory.random_state import RandomState
 from longctx_patch.trainer.log_entries import add_entry
-from longctx_patch.trainer.row_names import rows_of_batch
-from longctx_patch.trainer.step_history import read_history, write_history
 from longctx_patch.trainer.watching import HealthCallback
 
 if TYPE_CHECKING:
@@ -37,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 SKIPPED = "skipped_step"
 """Key of an entry of the trainer's log: the number of a step that was left out."""
+FIRST_TOKENS, MOST_ROWS = 8, 4
+"""Of a bad batch that are shown."""
 _COUNTED = ("_metrics", "_total_train_tokens", "_logs", "_step")
 """What TRL's trainers count in `compute_loss`."""
 
@@ -66,13 +63,9 @@ class _Step:
 class FiniteStepsMixin(_Trainer):
     """The overrides that check every step."""
 
-    prompts_tokenizer: Callable[[], Callable[[list[Any]], Any] | None]
     _skip_bad_steps: int
-    _max_loss_spike: float
     _health: HealthCallback
     _guard: FiniteSteps | None = None
-    _history: StepHistory | None = None
-    """Of the checkpoint that the run goes on from."""
     _step_now: _Step | None = None
     _step_before: _Step | None = None
     _are_weights_checked = False
@@ -81,7 +74,7 @@ class FiniteStepsMixin(_Trainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """The trainer's `train`. Raises BadStepError on all ranks, for a step that may not be
         skipped, and ValueError for weights that are not finite before the first one."""
-        self._guard = self._step_now = self._step_before = self._history = None
+        self._guard = self._step_now = self._step_before = None
         found = super().train(*args, **kwargs)
         self._settle_step()
         return found
@@ -128,14 +121,6 @@ class FiniteStepsMixin(_Trainer):
             super()._save_checkpoint(model, trial)
         finally:
             self._are_weights_checked = False
-        if self.args.should_save:
-            folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            history = self._finite_steps().history
-            write_history(Path(self._get_output_dir(trial)) / folder, history)
-
-    def _load_from_checkpoint(self, checkpoint: str, *args: Any, **kwargs: Any) -> None:
-        self._history = read_history(checkpoint)
-        super()._load_from_checkpoint(checkpoint, *args, **kwargs)
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         """The trainer's `save_model`. Raises ValueError for weights that are not finite; under DDP
@@ -153,8 +138,7 @@ class FiniteStepsMixin(_Trainer):
             self._guard = FiniteSteps(
                 self.optimizer,
                 skip_bad_steps=self._skip_bad_steps,
-                max_loss_spike=self._max_loss_spike,
-                history=self._history or StepHistory(num_skipped=skipped),
+                history=StepHistory(num_skipped=skipped),
             )
         return self._guard
 
@@ -173,8 +157,7 @@ class FiniteStepsMixin(_Trainer):
             add_entry(self, said, step.number)
 
     def _explain_step(self, step: _Step) -> str:
-        rows = partial(rows_of_batch, dataset=self.train_dataset, tokenize=self.prompts_tokenizer())
-        passes = [Pass(partial(self._run_again, *given), rows(given[1])) for given in step.passes]
+        passes = [Pass(partial(self._run_again, *g), _rows_of(g[1])) for g in step.passes]
         with counts_kept(self):
             return source_of(step.passes[0][0], passes, step.random)
 
@@ -187,3 +170,17 @@ class FiniteStepsMixin(_Trainer):
     def _gradients_stay_local(self, model: Any) -> AbstractContextManager[Any]:
         """Under DDP, so that a gradient is that of this rank."""
         return nullcontext() if self.accelerator.is_fsdp2 else self.accelerator.no_sync(model)
+
+
+def _rows_of(batch: Mapping[str, Any]) -> str:
+    """A batch's rows in words, by their first tokens: a sampler doesn't say their numbers."""
+    name, masked = ("input_ids", "attention_mask")
+    if "prompt_ids" in batch:  # of a trainer that generates
+        name, masked = ("prompt_ids", "prompt_mask")
+    ids, mask = batch.get(name), batch.get(masked)
+    if not isinstance(ids, Tensor) or ids.ndim != 2:
+        return ""
+    real = mask.bool() if isinstance(mask, Tensor) and mask.shape == ids.shape else ids == ids
+    first = [row[kept][:FIRST_TOKENS].tolist() for row, kept in zip(ids, real, strict=True)]
+    more = f" and {len(first) - MOST_ROWS} more" if len(first) > MOST_ROWS else ""
+    return f"those that begin with {', '.join(map(str, first[:MOST_ROWS]))}{more}"

@@ -42,11 +42,6 @@ def generating_class(trainer: Any) -> type | None:
 def generation_problems(trainer: Any, degree: int) -> Iterable[str]:
     """What a generating trainer asks for that is refused, in words."""
     cls = generating_class(trainer)
-    if cls is not None and (factor := getattr(trainer, "_max_loss_spike", 0)):
-        yield (
-            f"max_loss_spike={factor} with {cls.__name__}: its losses are around 0 and below, so "
-            "that no multiple of them says what is high. Leave it out."
-        )
     if cls is None or degree == 1:
         return
     for name, reason in _UNSUPPORTED.items():
@@ -133,13 +128,6 @@ class GenerationMixin(_Trainer):
         """Seed this process as TRL seeds the process of its group's number."""
         if generating_class(self) is not None:
             set_seed(self.args.seed + self._groups.process_index)
-
-    def prompts_tokenizer(self) -> Callable[[list[Any]], Any] | None:
-        """Gives the tokens of prompts as TRL generates from them; None for other trainers, and
-        where each prompt has an environment of its own."""
-        if generating_class(self) is None or getattr(self, "environment_factories", None):
-            return None
-        return lambda prompts: self._tokenize_prompts(prompts)[0]
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's completions, on the stock path: those of the group's first rank."""

@@ -28,6 +28,7 @@ from longctx_patch.plugin.buckets import settle_when_prepared
 from longctx_patch.plugin.fsdp import exact_mixed_precision, keep_gradients_sharded
 from longctx_patch.plugin.parallelism import data_parallel_sizes
 from longctx_patch.plugin.together import refuse_together
+from longctx_patch.rules.gone import refuse_gone
 from longctx_patch.rules.launched import flag
 from longctx_patch.rules.number_rules import number_problems
 from longctx_patch.rules.versions import warn_untested
@@ -112,8 +113,6 @@ class LongContextTrainerMixin(
             checkpoints are marked.
         skip_bad_steps: how many steps may be left out of training because their loss or gradient is
             not finite, in all. One more ends it, and nothing of such a step is saved.
-        max_loss_spike: a loss above so many times the median of the last 32 steps counts as bad
-            too; 0 for never. A run that goes on knows them from its checkpoint.
         sentinel_every: steps between comparisons of the sharded model with one rank alone, on the
             beginning of a document of the step's batch; 0 for never.
         args, kwargs: passed on to the trainer.
@@ -148,20 +147,19 @@ class LongContextTrainerMixin(
         *args: Any,
         long_context: LongContextConfig | PatchHandle,
         skip_bad_steps: int = 0,
-        max_loss_spike: float = 0.0,
         sentinel_every: int = 0,
         keep_every: int = 0,
         save_in_background: bool = False,
         watchdog: Watchdog | None = None,
         **kwargs: Any,
     ) -> None:
-        check_guard_settings(skip_bad_steps, max_loss_spike, sentinel_every)
+        refuse_gone(kwargs)
+        check_guard_settings(skip_bad_steps, sentinel_every)
         if any(kind.__module__.partition(".")[0] == "trl" for kind in type(self).__mro__):
             warn_untested(["trl"])
         let_segments_grow()
-        self._skip_bad_steps, self._max_loss_spike = skip_bad_steps, max_loss_spike
-        self._sentinel_every, self._keep_every = sentinel_every, keep_every
-        self._save_in_background = save_in_background
+        self._skip_bad_steps, self._sentinel_every = skip_bad_steps, sentinel_every
+        self._keep_every, self._save_in_background = keep_every, save_in_background
         if not isinstance(long_context, PatchHandle):
             require_config(long_context, "long_context")
         self._long_context, self._watchdog = long_context, watchdog

@@ -20,10 +20,7 @@ OF_ONE_RANK = {
     *("log_level", "log_level_replica", "log_on_each_node", "logging_strategy", "project"),
 }
 """Arguments of a trainer that change nothing of the training and may differ between ranks."""
-OF_THE_MIXIN = (
-    *("skip_bad_steps", "max_loss_spike", "sentinel_every", "keep_every"),
-    "save_in_background",
-)
+OF_THE_MIXIN = (*("skip_bad_steps", "sentinel_every", "keep_every", "save_in_background"),)
 """Arguments beside the trainer's own, by which ranks wait for each other."""
 
 

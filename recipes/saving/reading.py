@@ -35,7 +35,8 @@ def load_checkpoint(state: TrainState, folder: Path) -> None:
     if random.exists():  # there are fewer where the run had fewer processes
         _set_random_states(load_file(random))
     run = _json(folder / RUN_FILE)
-    state.step, state.history = run["step"], StepHistory(**run.get("history", {}))
+    state.step = run["step"]
+    state.history = StepHistory(num_skipped=run.get("history", {}).get("num_skipped", 0))
 
 
 def step_of(folder: Path) -> int:

@@ -147,7 +147,10 @@ FLAGS: dict[str, tuple[list[str], str]] = {
     "rate": (["--learning-rate", "1e30"], r"learning_rate=1e\+30: a number from 0 to 100"),
     "beta": (["--adam-beta2", "nan"], "adam_beta2=nan: it must be a finite number"),
     "skips": (["--skip-bad-steps", "-1"], "skip_bad_steps=-1: a number of steps, 0 or more"),
-    "spikes": (["--max-loss-spike", "0.9"], "max_loss_spike=0.9: a factor above 1"),
+    "spikes": (
+        ["--max-loss-spike", "0.9"],
+        "unknown flag --max-loss-spike. A loss that jumps is no reason to skip",
+    ),
     "sentinel": (["--sentinel-every", "-2"], "sentinel_every=-2: a number of steps"),
     "kept": (["--keep-every", "4"], "keep_every=4 with"),
     "too long": (["--too-long", "cut", "--eval-share", "1"], "eval_share=1.0: a part"),

@@ -1,7 +1,6 @@
 """Trainers log rarely and would train on: each step is checked, and nothing bad is applied or
 saved, whether the host reads at once or, as on a GPU, a step later."""
 
-import json
 import math
 import re
 from contextlib import ExitStack, nullcontext
@@ -15,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longctx_patch.health.finite import BadStepError, StepHistory
+from longctx_patch.health.finite import BadStepError
 from longctx_patch.health.step_numbers import PendingStep
-from longctx_patch.trainer.step_history import HISTORY, read_history, write_history
 from tests.health.flaw import Flaw
 from tests.plugin.launched import run_launched, sharding_on_cpus
 from tests.trainer.trained import Case, make_trainer, model_of, sharded, weights_of
@@ -166,50 +164,9 @@ def test_nothing_of_a_bad_step_is_saved_and_all_ranks_end_alike(tmp_path: Path) 
     assert [found.saved for found in by_rank[0]] == [kept, kept, [], kept, []]
     for found, place in zip(by_rank[0], ("the loss is nan", *[LAYER] * 3, "the"), strict=True):
         assert place in found.error
-        assert re.search(r"; its rows: \d+, \d+ of train_dataset\.", found.error)
-
-
-RUNS_OF_TRL = [
-    trl.Case("dpo", "dpo", "pairs", RING, adapter=True, layers=2, arguments={"max_steps": 1}),
-    trl.Case("kto", "kto", "labelled", RING, adapter=True, layers=2, arguments={"max_steps": 1}),
-    trl.Case(
-        "grpo",
-        "grpo",
-        "prompts",
-        RING,
-        adapter=True,
-        layers=2,
-        arguments={"max_steps": 1, "max_completion_length": 5, "num_generations": 2},
-    ),
-]
-
-
-def named(folder: str) -> list[tuple[str, list[int]]]:
-    """The error of a bad first step, and which rows its collator took."""
-    found = []
-    for case in RUNS_OF_TRL:
-        trainer = trl.make_trainer(case, Path(folder) / case.name, is_patched=True)
-        Flaw(trainer.long_context_handle.model, LAYER, set(range(1, 9)))
-        dataset, collate, taken = trainer.train_dataset, trainer.data_collator, list[Any]()
-        trainer.data_collator = lambda rows, c=collate, t=taken: c([t.append(r) or r for r in rows])
-        with pytest.raises(BadStepError) as raised:
-            trainer.train()
-        key = "prompt" if case.trainer == "grpo" else "prompt_ids"
-        prompts = [row[key] for row in dataset]
-        found.append((str(raised.value), [prompts.index(row[key]) for row in taken]))
-    return found
-
-
-def test_rows_of_preferences_and_of_generated_answers_are_named(tmp_path: Path) -> None:
-    trl.write_rows(RUNS_OF_TRL, tmp_path)
-    by_rank = run_launched(named, 2, str(tmp_path))
-    assert [error for error, _ in by_rank[0]] == [error for error, _ in by_rank[1]]
-    for error, taken in by_rank[0]:
-        match = re.search(r"its rows: ([\d, ]+) of train_dataset\.", error)
-        assert error.startswith("step 1: ")
-        assert match is not None
-        rows = [int(number) for number in match[1].split(", ")]
-        assert rows == [*dict.fromkeys(taken)][: len(rows)]  # a loader takes some in advance
+        assert re.search(
+            r"; its rows: those that begin with \[\d+, .*\], \[\d+, .*\]\.", found.error
+        )
 
 
 @pytest.mark.timeout(400)
@@ -262,51 +219,3 @@ def test_a_resumed_trainer_knows_what_was_skipped_and_weights_are_looked_at(tmp_
     assert "before the first step" in found.errors[2]
     assert "so nothing of it is saved" in found.errors[3]
     assert math.isfinite(found.logged[-1]["train_loss"])
-
-
-class Spiked(NamedTuple):
-    skipped: list[int]
-    losses: list[float]
-    weights: dict[str, Tensor]
-
-
-def spiked(folder: str, number: int, checkpoint: str | None = None) -> Spiked:
-    """A run of twelve steps in which the batch of a number has a loss a hundred times as high."""
-    arguments = CASE.arguments | {"max_steps": 12, "save_strategy": "steps", "save_steps": 10}
-    case = replace(CASE, arguments=arguments)
-    options = {"model": model_of(case), "skip_bad_steps": 1, "max_loss_spike": 3.0}
-    trainer = make_trainer(case, folder, is_patched=True, **options)
-    Flaw(trainer.long_context_handle.model, "loss", {number}, factor=100.0)
-    trainer.train(resume_from_checkpoint=checkpoint)
-    skipped = [e["skipped_step"] for e in trainer.state.log_history if "skipped_step" in e]
-    return Spiked(skipped, trainer._finite_steps().history.losses, weights_of(trainer.model))
-
-
-def spiked_both(folder: str) -> list[Spiked]:
-    """To the end, and from step 10 on, where batch 23 of the run is the third."""
-    whole = spiked(f"{folder}/whole", 23)
-    return [whole, spiked(f"{folder}/parts", 3, f"{folder}/whole/checkpoint-10")]
-
-
-def test_a_resumed_trainer_knows_a_spike_as_an_undisturbed_one_does(tmp_path: Path) -> None:
-    """Step 12 is the second after the resumption: two losses alone would say nothing of it."""
-    ((whole, resumed),) = run_launched(spiked_both, 1, str(tmp_path))
-    assert whole.skipped == resumed.skipped == [12]
-    assert len(whole.losses) == 11
-    assert resumed.losses == whole.losses
-    assert_equal(resumed.weights, whole.weights)
-    written = json.loads(
-        (tmp_path / "whole" / "checkpoint-10" / HISTORY).read_text(), parse_constant=pytest.fail
-    )
-    assert written == {"num_skipped": 0, "losses": whole.losses[:10]}
-
-
-def test_what_a_checkpoint_says_of_steps_is_read_back_or_refused(tmp_path: Path) -> None:
-    assert read_history(tmp_path) is None
-    history = StepHistory(num_skipped=2, losses=[0.1 + 0.2, 1e-300])
-    write_history(tmp_path, history)
-    assert read_history(tmp_path) == history
-    for text in ("[]", "{}", '{"num_skipped": 1, "losses": [NaN]}', '{"num_skipped": -1', "\x00"):
-        (tmp_path / HISTORY).write_text(text)
-        with pytest.raises(ValueError, match=rf"{HISTORY} is not what a trainer wrote .*delete it"):
-            read_history(tmp_path)

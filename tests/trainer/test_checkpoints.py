@@ -86,7 +86,7 @@ def check_files(stock: Path, ours: Path) -> None:
     """Stock files, of which nothing says that the model was patched, and ours beside them."""
     names = {path.name for path in ours.iterdir()} - {path.name for path in stock.iterdir()}
     random = {"rng_state_0.pth", "rng_state_1.pth"}
-    assert names == {".begun", "longctx.json", "longctx_steps.json", "manifest.json", *random}
+    assert names == {".begun", "longctx.json", "manifest.json", *random}
     assert saved(ours) == saved(stock)
     record = json.loads((ours / "longctx.json").read_text())
     assert record["sequence_degree"] == record["num_processes"] == 2

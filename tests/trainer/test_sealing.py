@@ -133,7 +133,7 @@ def test_a_run_goes_on_from_what_is_whole_alone(tmp_path: Path) -> None:
         ["checkpoint-2", "checkpoint-4", "checkpoint-6"],
     ]
     assert first["problems"] == []
-    ours = {"theirs.pt", "longctx.json", "longctx_steps.json", "rng_state_1.pth", "optimizer.pt"}
+    ours = {"theirs.pt", "longctx.json", "rng_state_1.pth", "optimizer.pt"}
     assert ours < set(first["files"])
     folder = tmp_path / "a"
     assert f"{folder / 'checkpoint-6'} is not whole: optimizer.pt is damaged" in first["damaged"]

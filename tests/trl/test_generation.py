@@ -42,13 +42,6 @@ def test_what_each_rank_would_do_by_itself(cls: Any, asked: dict[str, Any], says
     assert not list(generation_problems(made(SFTTrainer, **asked), 2))
 
 
-@pytest.mark.parametrize("degree", [1, 2])
-def test_losses_around_0_have_no_spikes(degree: int) -> None:
-    (problem,) = generation_problems(made(GRPOTrainer, _max_loss_spike=5.0), degree)
-    assert problem.startswith("max_loss_spike=5.0 with GRPOTrainer: its losses are around 0")
-    assert not list(generation_problems(made(SFTTrainer, _max_loss_spike=5.0), degree))
-
-
 def generating(**options: Any) -> Any:
     usual = {
         "per_device_train_batch_size": 2,

@@ -1,0 +1,19 @@
+"""Settings that went: each is refused by its name, with the reason."""
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+GONE_SETTINGS: Mapping[str, str] = MappingProxyType(
+    {
+        "max_loss_spike": "A loss that jumps is no reason to skip a step. Clip gradients "
+        "(max_grad_norm); skip_bad_steps skips steps that are not finite.",
+    }
+)
+"""Why a setting went and what to do instead, by its name."""
+
+
+def refuse_gone(names: Iterable[str]) -> None:
+    """Raise ValueError for the first of these settings that went."""
+    for name in names:
+        if name in GONE_SETTINGS:
+            raise ValueError(f"{name} is no setting any more. {GONE_SETTINGS[name]}")
