@@ -1,6 +1,7 @@
 """Training steps measured on GPUs of one host, beside what is predicted.
 
-`python -m tests.predict.run.measured` prints the tables of docs/results/planner.md.
+`python -m tests.predict.run.measured` prints the table of docs/results/planner.md, and that of the
+runs which its rates follow.
 """
 
 import tomllib
@@ -83,7 +84,7 @@ class Measured(NamedTuple):
         return tuple(x for n, x in zip(words[::2], words[1::2], strict=True) for _ in range(int(n)))
 
     def line(self) -> str:
-        """The row's line in the tables of docs/results/planner.md."""
+        """The row's line in such a table."""
         result = self.predicted()
         peak, seconds = result.memory.total / GIB, result.time.total
         notes = " without FSDP" * (not self.fsdp) + " states on the host" * self.states_on_host
