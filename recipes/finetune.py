@@ -369,7 +369,7 @@ def train_steps(
         skip_bad_steps=settings.skip_bad_steps,
         history=state.history,
     )
-    sentinel = Sentinel(handle, state.model)
+    sentinel, document = Sentinel(handle, state.model), data.document()
     while state.step < settings.max_steps:
         num_forwards = data.at(state.step).order.accumulation
         batches = list(islice(pace.loading(ahead), num_forwards))
@@ -386,10 +386,7 @@ def train_steps(
         if "skipped" in values:
             accelerator.print(f"step {state.step} is skipped: {values['skipped']}")
         if settings.sentinel_every and state.step % settings.sentinel_every == 0:
-            drift = sentinel.check(data.document(state.step - 1))
-            values["sentinel_error"] = drift.error
-            if not drift.is_within:
-                accelerator.print(f"step {state.step}: {drift}")
+            values["sentinel_error"] = sentinel.check(document)
         if slow := pace.after_step(state.step):
             values["slow_ranks"] = slow
         values |= evaluated()

@@ -89,10 +89,10 @@ class Data(NamedTuple):
             return each[0]
         return {name: [one[name] for one in each] for name in each[0]}
 
-    def document(self, step: int) -> torch.Tensor:
-        """The tokens of the longest document in this replica's first row of `step` (from 0)."""
-        stage = self.at(step)
-        row = stage.rows[stage.order.indices(step - stage.of.first, self.replica)[0][0]]
+    def document(self) -> torch.Tensor:
+        """The tokens of the longest document in this replica's first row."""
+        stage = self.stages[0]
+        row = stage.rows[stage.order.indices(0, self.replica)[0][0]]
         ids = torch.tensor(row["input_ids"])
         return max(ids.split(row.get("seq_lengths", [len(ids)])), key=len)
 

@@ -8,7 +8,6 @@ and both ways have the same exact result: they differ by rounding alone. Backwar
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,29 +25,7 @@ BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.b
 
 
 class DriftError(RuntimeError):
-    """Twice in a row, ranks that share a row computed other numbers than one of them alone."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Drift:
-    """How far both ways are apart, on the rank where they are farthest."""
-
-    error: float
-    """Root mean square of the differences of log-probabilities, over that of these, or over 1
-    where theirs is less."""
-    bound: float
-    rank: int
-
-    @property
-    def is_within(self) -> bool:
-        return self.error <= self.bound  # not so for NaN
-
-    def __str__(self) -> str:
-        verdict = "within" if self.is_within else "beyond"
-        return (
-            f"the sharded model's log-probabilities differ by {self.error:.1e} on rank {self.rank} "
-            f"from those of this rank alone, {verdict} the bound of {self.bound:g}"
-        )
+    """Ranks that share a row computed other numbers than one of them alone."""
 
 
 class Sentinel:
@@ -65,9 +42,8 @@ class Sentinel:
 
     def __init__(self, handle: PatchHandle, model: nn.Module | None = None) -> None:
         self._handle, self._model = handle, model or handle.model
-        self._was_beyond = False
 
-    def check(self, ids: Tensor) -> Drift:
+    def check(self, ids: Tensor) -> float:
         """Compare both ways on the first `TOKENS` of a document. Collective over all processes:
         those of one sequence group give the same document. Weights, gradients and random numbers
         stay as they are.
@@ -75,8 +51,12 @@ class Sentinel:
         Args:
             ids: `[L]` int64, at least 2 tokens.
 
+        Returns:
+            On the rank where it is largest: the root mean square of the differences of
+            log-probabilities, over that of these, or over 1 where theirs is less.
+
         Raises:
-            DriftError: on all ranks, if they are beyond the bound for the second time in a row.
+            DriftError: on all ranks, if that is beyond the bound.
         """
         model = self._model
         device = next(model.parameters()).device
@@ -85,17 +65,17 @@ class Sentinel:
             alone, dtype = self._alone(row)
             rows = {"input_ids": row, "labels": row}
             shared = self._handle.token_log_probs(rows, model=model)
-        errors = of_all_ranks(_error(alone, shared))
+        everyones = of_all_ranks((_error(alone, shared), BOUNDS[dtype]))
+        errors, bound = [error for error, _ in everyones], max(bound for _, bound in everyones)
         rank = max(range(len(errors)), key=lambda n: (math.isnan(errors[n]), errors[n]))
-        drift = Drift(error=errors[rank], bound=max(of_all_ranks(BOUNDS[dtype])), rank=rank)
-        if self._was_beyond and not drift.is_within:
+        if not errors[rank] <= bound:  # so for NaN
             raise DriftError(
-                f"{drift}, for the second time in a row. `longctx verify` and `longctx doctor` say "
-                "whether the model, a kernel or a device is at fault; checkpoints from before the "
-                "first time are sound."
+                f"the sharded model's log-probabilities differ by {errors[rank]:.1e} on rank "
+                f"{rank} from those of this rank alone, beyond the bound of {bound:g}. `longctx "
+                "verify` and `longctx doctor` say whether the model, a kernel or a device is at "
+                "fault; checkpoints from before it are sound."
             )
-        self._was_beyond = not drift.is_within
-        return drift
+        return errors[rank]
 
     def _alone(self, row: Tensor) -> tuple[Tensor, torch.dtype]:
         """`[1, L - 1]` log-probabilities on the stock path, and the dtype of attention there."""

@@ -75,8 +75,7 @@ from longctx_patch.trainer.refusals import (
 from longctx_patch.trainer.router_loss import leave_out_missing_router_loss, router_problems
 from longctx_patch.trainer.sealing import SealedCheckpointsMixin, kept_problems
 from longctx_patch.trainer.seeds import seeded_by_group
-from longctx_patch.trainer.sentinels import SentinelMixin
-from longctx_patch.trainer.watching import HealthCallback, WatchedMixin
+from longctx_patch.trainer.watching import HealthCallback, SentinelCallback, WatchedMixin
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -88,7 +87,6 @@ class LongContextTrainerMixin(
     EvaluationMixin,
     WatchedMixin,  # before those below, which may wait for a rank that was told otherwise
     SealedCheckpointsMixin,
-    SentinelMixin,
     FiniteStepsMixin,
     GenerationMixin,
     _Trainer,
@@ -114,7 +112,7 @@ class LongContextTrainerMixin(
         skip_bad_steps: how many steps may be left out of training because their loss or gradient is
             not finite, in all. One more ends it, and nothing of such a step is saved.
         sentinel_every: steps between comparisons of the sharded model with one rank alone, on the
-            beginning of a document of the step's batch; 0 for never.
+            beginning of the first row of `train_dataset`; 0 for never.
         args, kwargs: passed on to the trainer.
 
     Attributes:
@@ -172,6 +170,8 @@ class LongContextTrainerMixin(
             refuse_together(generation_problems(self, self._config.sequence_degree))
             refuse_together(router_problems(self))
             refuse_together(image_problems(self))
+            if sentinel_every:
+                self.add_callback(SentinelCallback(self, sentinel_every))
         except ValueError:
             self.unpatch()
             raise

@@ -4,15 +4,20 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import TrainerCallback
 
 from longctx_patch.health.agreement import model_facts, require_agreement, versions
 from longctx_patch.health.pace import PaceCheck
 from longctx_patch.health.replicas import ReplicaCheck
+from longctx_patch.health.sentinel import TOKENS, Sentinel
 from longctx_patch.health.watchdog import Watchdog
+from longctx_patch.plugin.together import of_all_ranks, refuse_together
 from longctx_patch.trainer.log_entries import add_entry
 from longctx_patch.trainer.row_facts import row_facts
 
+SENTINEL_ERROR = "sentinel_error"
+"""Key of an entry of the trainer's log: how far ranks that share a row and one alone are apart."""
 SLOW_RANKS = "slow_ranks"
 """Key of an entry of the trainer's log: which ranks all others wait for, in words."""
 OF_ONE_RANK = {
@@ -102,6 +107,39 @@ class HealthCallback(TrainerCallback):
         self.require_alike(state.global_step)
         if self._watchdog is not None:
             self._watchdog.enter("end")
+
+
+class SentinelCallback(TrainerCallback):
+    """Computes the beginning of the first row of data over the ranks of its group and by each rank
+    alone, every so many steps, before anything of the step is saved."""
+
+    def __init__(self, trainer: Any, every: int) -> None:
+        """Collective. Raises ValueError on all ranks where there is nothing to compare."""
+        self._trainer, self._every = trainer, every
+        ids = first_document(trainer.train_dataset)[:TOKENS]
+        why_not = "the first row of train_dataset has no input_ids" if len(ids) < 2 else ""
+        if trainer.long_context_handle.mask is not None:
+            why_not = "the model was patched with a mask, which one rank alone does not see"
+        refuse_together([f"sentinel_every={every}: {why_not}. Leave it out."] if why_not else [])
+        self._ids = torch.tensor(of_all_ranks(ids)[0])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step % self._every == 0:
+            trainer = self._trainer
+            sentinel = Sentinel(trainer.long_context_handle, trainer.model_wrapped)
+            add_entry(trainer, {SENTINEL_ERROR: sentinel.check(self._ids)}, state.global_step)
+
+
+def first_document(rows: Any) -> list[int]:
+    """The tokens of the first document of a dataset; none where its rows have no tokens."""
+    row = next(iter(rows), None) if rows is not None else None
+    if not isinstance(row, Mapping):
+        return []
+    answers = ("chosen_ids", "completion_ids")
+    answer = next((list(row[name]) for name in answers if name in row), [])
+    ids = list(row["input_ids"]) if "input_ids" in row else [*row.get("prompt_ids", []), *answer]
+    lengths = row.get("seq_lengths", [len(ids)])
+    return [int(token) for token in ids[: lengths[0]]]
 
 
 def require_same_training(trainer: Any) -> None:

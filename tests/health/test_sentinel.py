@@ -1,11 +1,11 @@
 """The sentinel sees a sharded path that goes wrong, on whichever rank, and disturbs nothing."""
 
-from contextlib import nullcontext
+import re
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 import torch.distributed as dist
+from accelerate import FullyShardedDataParallelPlugin
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
@@ -19,8 +19,8 @@ LENGTH = 61
 
 
 class Found(NamedTuple):
-    said: list[str]
     errors: list[float]
+    said: str
     untouched: bool
 
 
@@ -45,22 +45,16 @@ def state_of(model: Any) -> list[Any]:
     return [weights, gradients, modes, bits(torch.get_rng_state())]
 
 
-def watched(sharded: bool, adapter: bool, family: str) -> Found:
-    """Two checks that are well, two that are not, with steps of training in between."""
+def watched() -> Found:
+    """Two checks that are well, and one that is not, with steps of training in between."""
     config = LongContextConfig(ring_degree=2)
-    given: dict[str, Any] = {}
-    if sharded:
-        from accelerate import FullyShardedDataParallelPlugin
-
-        given["fsdp_plugin"] = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
-        )
-    with sharding_on_cpus() if sharded else nullcontext():
-        accelerator = make_accelerator(config, **given)
-    model: Any = featured_model(family)
-    if adapter:
-        lora = LoraConfig(r=4, lora_dropout=0.2, target_modules=["q_proj", "down_proj"])
-        model = get_peft_model(model, lora)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
+    )
+    with sharding_on_cpus():
+        accelerator = make_accelerator(config, fsdp_plugin=plugin)
+    lora = LoraConfig(r=4, lora_dropout=0.2, target_modules=["q_proj", "down_proj"])
+    model: Any = get_peft_model(featured_model("llama"), lora)
     handle = patch(model, config)
     trained = [p for p in model.parameters() if p.requires_grad]
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(trained, lr=0.1))
@@ -68,19 +62,17 @@ def watched(sharded: bool, adapter: bool, family: str) -> Found:
     flaw = Flawed(layer)
     sentinel, replica = Sentinel(handle, model), dist.get_rank() // 2
     ids = torch.tensor(token_rows(LENGTH, 2)[replica]["input_ids"])
-    found = Found([], [], untouched=True)
-    for step in range(4):
+    found = Found([], "", untouched=True)
+    for step in range(3):
         model.train()
         row = {"input_ids": ids[None], "labels": ids[None]}
         accelerator.backward(model(**row).loss)
-        flaw.factor = 1.01 if step >= 2 and dist.get_rank() == dist.get_world_size() - 1 else 1.0
+        flaw.factor = 1.01 if step == 2 and dist.get_rank() == 3 else 1.0
         before = state_of(model)
         try:
-            drift = sentinel.check(ids)
-            found.said.append(str(drift))
-            found.errors.append(drift.error)
+            found.errors.append(sentinel.check(ids))
         except DriftError as error:
-            found.said.append(str(error))
+            found = found._replace(said=str(error))
         flaw.factor = 1.0
         found = found._replace(untouched=found.untouched and before == state_of(model))
         optimizer.step()
@@ -88,22 +80,14 @@ def watched(sharded: bool, adapter: bool, family: str) -> Found:
     return found
 
 
-@pytest.mark.parametrize(
-    ("ranks", "sharded", "adapter", "family"),
-    [(2, False, False, "qwen3"), (4, True, True, "llama")],
-)
-def test_drift_is_said_and_then_ends_the_run(
-    ranks: int, sharded: bool, adapter: bool, family: str
-) -> None:
-    """A hundredth more of one layer's attention on the last rank alone. The adapter has dropout in
-    training, and none in what is compared."""
-    by_rank = run_launched(watched, ranks, sharded, adapter, family)
+def test_drift_ends_the_run() -> None:
+    """A hundredth more of one layer's attention on the last of four ranks, two sharing a row each.
+    The adapter has dropout in training, and none in what is compared."""
+    by_rank = run_launched(watched, 4)
     for found in by_rank:
         assert found == by_rank[0]
         assert found.untouched
-        assert all(error < BOUNDS[torch.float32] / 10 for error in found.errors[:2])
-        assert "within the bound of 0.0001" in found.said[0]
-        assert f"on rank {ranks - 2}" in found.said[2] or f"on rank {ranks - 1}" in found.said[2]
-        assert "beyond the bound" in found.said[2]
-        assert "for the second time in a row" in found.said[3]
+        assert len(found.errors) == 2
+        assert max(found.errors) < BOUNDS[torch.float32] / 10
+        assert re.search("on rank [23] from .*beyond the bound of 0.0001", found.said)
     assert TOKENS > LENGTH
