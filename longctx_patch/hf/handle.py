@@ -1,7 +1,9 @@
 """What `patch` returns: a patched model, and what can be asked of it."""
 
 import gc
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -16,7 +18,6 @@ from longctx_patch.config import LongContextConfig
 from longctx_patch.data import SHARD_KEY
 from longctx_patch.data.whole_rows import WANTED_KEY
 from longctx_patch.engine.groups import SequenceGroup
-from longctx_patch.hf.call.ahead import ahead
 from longctx_patch.hf.call.decoder_call import DecoderCalls
 from longctx_patch.hf.call.fire_check import FireCheck
 from longctx_patch.hf.call.row import MaskFactory
@@ -26,7 +27,33 @@ from longctx_patch.hf.loss.token_head import TokenFields
 from longctx_patch.hf.row_passes import RowPasses
 from longctx_patch.transport import Counters
 
+Item = TypeVar("Item")
 Batch = TypeVar("Batch", bound=Mapping[str, Any])
+
+
+def ahead(
+    batches: Iterable[Item], prepare: Callable[[Item], None], *, depth: int = 1
+) -> Iterator[Item]:
+    """The batches in order; `prepare` runs for each in a thread, `depth` batches ahead.
+
+    Packed rows have other documents in every batch and so need new plans, which take milliseconds
+    of the CPU while the device would wait. An error in `prepare` is raised in place of its batch.
+    """
+    if depth < 1:
+        raise ValueError(f"depth={depth}: plans are made 1 batch ahead or more.")
+    waiting: deque[tuple[Item, Future[None]]] = deque()
+    with ThreadPoolExecutor(1, thread_name_prefix="longctx-plans") as pool:
+        for batch in batches:
+            waiting.append((batch, pool.submit(prepare, batch)))
+            if len(waiting) > depth:
+                yield _ready(*waiting.popleft())
+        while waiting:
+            yield _ready(*waiting.popleft())
+
+
+def _ready(batch: Item, prepared: Future[None]) -> Item:
+    prepared.result()
+    return batch
 
 
 @contextmanager

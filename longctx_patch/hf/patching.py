@@ -8,7 +8,7 @@ gives it the loss law. Classes are never touched. A batch that carries `longctx_
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -16,14 +16,13 @@ from transformers import PreTrainedModel
 from longctx_patch.config import LongContextConfig, require_config
 from longctx_patch.engine.groups import SequenceGroup, make_sequence_group
 from longctx_patch.hf.call.decoder_call import DecoderCalls
-from longctx_patch.hf.call.far_rows import countable
 from longctx_patch.hf.call.fire_check import FirstStep
 from longctx_patch.hf.call.latents import bind_latents
+from longctx_patch.hf.call.mixer_kernels import countable
 from longctx_patch.hf.call.mixers import bind_mixers, check_mixers
 from longctx_patch.hf.call.row import MaskFactory
 from longctx_patch.hf.call.sharded import sharded_attention, with_whole_router_logits
 from longctx_patch.hf.call.temperature import bind_temperature
-from longctx_patch.hf.copies import refuse_copies
 from longctx_patch.hf.handle import PatchHandle
 from longctx_patch.hf.layers.checkpointing import LayerCheckpoints
 from longctx_patch.hf.layers.mlp_tiles import bind_mlps
@@ -31,8 +30,8 @@ from longctx_patch.hf.loss.lm_head import bind_head, bind_passes
 from longctx_patch.hf.loss.shard_loss import ShardLoss
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.hf.model.checks import check_model_config, check_modules
-from longctx_patch.hf.model.own_blocks import name_own_blocks
 from longctx_patch.hf.model.sequence_kernels import lacks_convolution
+from longctx_patch.hf.model.transformers_api import name_own_blocks
 from longctx_patch.hf.row_passes import RowPasses
 from longctx_patch.kernels import available
 from longctx_patch.rules.versions import warn_untested
@@ -241,3 +240,27 @@ def _bind_decoder(handle: PatchHandle, loss: ShardLoss) -> Callable[[], None]:
         return with_whole_router_logits(outputs, call)
 
     return transformers_api.hook(decoder, before_decoder, after_decoder)
+
+
+NO_COPY = (
+    "a patched model can't be copied or pickled: the copy would have the hooks and process groups "
+    "of this one. Copy it before patch() or after unpatch(). To keep it, save its weights: "
+    "model.save_pretrained(FOLDER), or torch.save(model.state_dict(), FILE) in place of "
+    "torch.save(model, FILE). For another process, load the model and patch it there."
+)
+_HOOK = "__reduce_ex__"
+"""What `pickle` and `copy.deepcopy` ask an object for, before they look at what it holds."""
+
+
+def refuse_copies(model: nn.Module) -> Callable[[], None]:
+    """Let both raise ValueError; return a function that undoes it."""
+
+    def refuse(*_: object) -> NoReturn:
+        raise ValueError(NO_COPY)
+
+    vars(model)[_HOOK] = refuse
+
+    def undo() -> None:
+        del vars(model)[_HOOK]
+
+    return undo

@@ -16,7 +16,7 @@ from longctx_patch.config import LongContextConfig
 from longctx_patch.engine.groups import virtual_group
 from longctx_patch.hf.call.stock_documents import check_one_document
 from longctx_patch.hf.model import transformers_api
-from longctx_patch.hf.model.torch_recurrences import run_torch_recurrences
+from longctx_patch.hf.model.sequence_kernels import run_torch_recurrences
 from longctx_patch.hf.patching import patch
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.transport import VirtualTransport, run_virtual_ranks

@@ -14,8 +14,8 @@ from longctx_patch.hf.layers.fused_layers import (
     choose_fused_layers,
     fuse_layers,
 )
-from longctx_patch.hf.model.auto_class import auto_class
-from longctx_patch.hf.model.torch_recurrences import run_torch_recurrences
+from longctx_patch.hf.model.sequence_kernels import run_torch_recurrences
+from longctx_patch.hf.model.text_part import auto_class
 from longctx_patch.verification.shrink import keep_float64
 from tests.hf.tiny import SUPPORTED, featured_config, tiny_model
 from tests.memory.trained import Trained

@@ -31,10 +31,10 @@ from longctx_patch.hf.model.sequence_kernels import (
     KERNELS,
     functions_of,
     plain,
+    run_torch_recurrences,
     runs_kernel,
     torch_function,
 )
-from longctx_patch.hf.model.torch_recurrences import run_torch_recurrences
 from longctx_patch.hf.model.transformers_api import recurrent_modules
 from longctx_patch.sequence.layout import Interval
 from longctx_patch.verification.shrink import keep_float64

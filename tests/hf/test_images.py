@@ -21,7 +21,7 @@ from longctx_patch import (
     virtual_group,
 )
 from longctx_patch.config import LossName
-from longctx_patch.hf.call.image_spans import spans_mask
+from longctx_patch.hf.call.images import spans_mask
 from longctx_patch.hf.model.checks import UnsupportedModelError
 from longctx_patch.hf.model.family import IMAGES, RECURRENT
 from longctx_patch.hf.model.supported import FAMILIES

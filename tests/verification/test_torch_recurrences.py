@@ -11,8 +11,12 @@ import pytest
 from torch import nn
 
 from longctx_patch import LongContextConfig, verify_on_virtual_ranks
-from longctx_patch.hf.model.sequence_kernels import functions_of, runs_kernel, torch_function
-from longctx_patch.hf.model.torch_recurrences import run_torch_recurrences
+from longctx_patch.hf.model.sequence_kernels import (
+    functions_of,
+    run_torch_recurrences,
+    runs_kernel,
+    torch_function,
+)
 from longctx_patch.hf.model.transformers_api import (
     SEQUENCE_FUNCTIONS,
     code_of,

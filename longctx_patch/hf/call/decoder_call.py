@@ -8,20 +8,19 @@ from torch import Tensor, nn
 
 from longctx_patch.data import ROWS_KEY, SHARD_KEY
 from longctx_patch.engine.groups import SequenceGroup
-from longctx_patch.hf.call.far_rows import Countable
 from longctx_patch.hf.call.fire_check import FirstStep
-from longctx_patch.hf.call.image_spans import Spans, spans_mask
-from longctx_patch.hf.call.images import own_tokens
+from longctx_patch.hf.call.images import Spans, own_tokens, spans_mask
 from longctx_patch.hf.call.inputs import (
     check_whole_rows,
     input_problem,
     tokens_of,
+    vocabulary_problem,
     wants_router_logits,
 )
+from longctx_patch.hf.call.mixer_kernels import Countable
 from longctx_patch.hf.call.row import MaskFactory, ShardedRow, made_mask
 from longctx_patch.hf.call.sharded import LayerKind, ShardedCall, key_of
 from longctx_patch.hf.call.stock_documents import check_one_document
-from longctx_patch.hf.call.vocabulary import vocabulary_problem
 from longctx_patch.hf.layers.checkpointing import LayerCheckpoints
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.hf.model.checks import UnsupportedModelError, adapter_problem

@@ -1,5 +1,6 @@
 """What all ranks of a group hold of their tokens, put together in the order of the rows."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -69,3 +70,38 @@ def all_chosen(mine: Tensor, group: SequenceGroup, rows: RowsPass, layout: Layou
     shape = (len(rows.spans), len(rows.columns))
     whole = mine.new_zeros(shape[0] * shape[1], *mine.shape[1:])
     return whole.index_copy(0, places, torch.cat(parts)).unflatten(0, shape)
+
+
+def whole_router_logits(
+    router_logits: Sequence[Tensor],
+    group: SequenceGroup,
+    layout: Layout,
+    real_lengths: Sequence[int],
+) -> tuple[Tensor, ...]:
+    """Router logits of whole sequences, in place of those of this rank's tokens.
+
+    transformers multiplies two means over tokens for each expert (Switch Transformer, eq. 4 to 6,
+    https://huggingface.co/papers/2101.03961). The mean over shards of their products is another
+    number, so each rank computes the loss of all tokens. Collective: every rank of the group calls
+    it, with the same number of layers. Backward sends nothing.
+
+    This rank's own logits get the gradient of `longctx_patch.loss.law.own_part`; those of other
+    ranks get none here.
+
+    Args:
+        router_logits: `[B * L, E]` for each layer, any float dtype.
+        group: the ranks that share the sequences.
+        layout: where their tokens are.
+        real_lengths: tokens of each row before its padding, the same on every rank.
+
+    Returns:
+        `[sum of real_lengths, E]` for each layer: row after row, tokens in global order.
+    """
+    is_real_BN = torch.arange(layout.num_tokens) < torch.tensor(real_lengths)[:, None]
+    real = is_real_BN.flatten().nonzero()[:, 0]
+    return tuple(
+        all_tokens(logits.unflatten(0, (len(real_lengths), -1)), group, layout).flatten(0, 1)[
+            real.to(logits.device)
+        ]
+        for logits in router_logits
+    )

@@ -1,4 +1,5 @@
-"""Which kernels transformers runs in place of its own functions along the sequence.
+"""Which kernels transformers runs in place of its own functions along the sequence, and models
+whose recurrent layers run without them: kernels know neither the CPU nor float64.
 
 `use_kernel_func_from_hub_with_fallback` decides when a module is imported: a kernel of the package
 where that can be imported, and its torch function after any error. Checked with 5.17 to 5.24.
@@ -6,9 +7,10 @@ where that can be imported, and its torch function after any error. Checked with
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -117,3 +119,54 @@ def _given(function: nn.Module) -> Function:
     """What such a module was made of, whatever has replaced its forward."""
     inner: Function = inspect.getclosurevars(type(function).forward).nonlocals["func"]
     return inner
+
+
+def with_names(function: FunctionType, meanings: Mapping[str, Any]) -> FunctionType:
+    """A copy of a function, for which names of its module mean something else."""
+    made = FunctionType(
+        function.__code__,
+        function.__globals__ | dict(meanings),
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+def run_torch_recurrences(model: nn.Module) -> None:
+    """Let a model's recurrent layers run transformers' torch functions from now on, patched later
+    or not. Other models of the process keep their kernels."""
+    made = dict[type[nn.Module], type[nn.Module]]()
+    for mixer in transformers_api.recurrent_modules(model):
+        cls = type(mixer)
+        if cls not in made:
+            made[cls] = _with_torch_functions(cls)
+        mixer.__class__ = made[cls]
+
+
+def _with_torch_functions(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class, with another forward."""
+    forward = transformers_api.code_of(cls)
+    names = transformers_api.SEQUENCE_FUNCTIONS & forward.__globals__.keys()
+    functions = {name: torch_function(forward.__globals__[name]) for name in names}
+    known = {name: _with_known_options(function) for name, function in functions.items()}
+    members = {
+        "forward": with_names(forward, known),
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+    }
+    return type(cls.__name__, (cls,), members)
+
+
+def _with_known_options(function: Function) -> Function:
+    """Options that it doesn't know are left out, as transformers does."""
+    known = inspect.signature(function).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values()):
+        return function
+
+    @wraps(function)
+    def run(*args: Any, **options: Any) -> Any:
+        return function(*args, **{name: value for name, value in options.items() if name in known})
+
+    return run

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from longctx_patch import LongContextConfig, patch
 from longctx_patch.engine.chain import convolution
-from longctx_patch.hf.call import far_rows
-from longctx_patch.hf.call.far_rows import Countable, countable
+from longctx_patch.hf.call import mixer_kernels
+from longctx_patch.hf.call.mixer_kernels import Countable, countable
 from longctx_patch.hf.model.sequence_kernels import functions_of, torch_function
 from longctx_patch.hf.model.transformers_api import recurrent_modules
 from tests.hf.by_documents import stock_step, whole_row
@@ -96,7 +96,7 @@ def test_what_kernels_can_t_count_is_cut_up(
 
 
 def count_less(patched: pytest.MonkeyPatch, places: int) -> None:
-    for module in (far_rows, convolution):
+    for module in (mixer_kernels, convolution):
         patched.setattr(module, "MOST_UNSIGNED_PLACES", places - 1)
 
 

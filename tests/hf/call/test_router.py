@@ -13,7 +13,7 @@ from longctx_patch import (
     run_virtual_ranks,
     virtual_group,
 )
-from longctx_patch.hf.call.router import whole_router_logits
+from longctx_patch.hf.call.gather import whole_router_logits
 from longctx_patch.memory.policies import CheckpointPolicy
 from longctx_patch.sequence.layout import contiguous
 from longctx_patch.transport import VirtualTransport

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from longctx_patch.hf.call.ahead import ahead
+from longctx_patch.hf.handle import ahead
 from longctx_patch.plans.generators.setting import Setting
 from tests.harness import run_distributed
 from tests.hf.tiny import VOCABULARY, tiny_model
