@@ -20,11 +20,8 @@ import torch.multiprocessing as mp
 GRACE_S = 1.0
 """Seconds that waiting ranks get to write their own traces after one rank failed."""
 
-SLOW_TO_LOAD = (
-    *("torch", "torch._dynamo", "torch.distributed.fsdp", "accelerate", "datasets", "peft"),
-    *("transformers.trainer", "trl.trainer.utils", "trl.trainer.sft_trainer"),
-)
-"""Modules that take seconds to import, as do transformers' `modeling_...`."""
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "trl", "longctx_patch")
+"""Packages whose modules take seconds to import, all together."""
 
 
 class ProcessesFailedError(RuntimeError):
@@ -57,7 +54,7 @@ def run_processes(
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        context = forking(backend)
+        context = forking(backend, function)
         deadline = time.time() + timeout_s
         job = (function, num_processes, folder, args, deadline, backend)
         processes = [
@@ -81,16 +78,18 @@ def run_processes(
     return [result for result, _ in outcomes]
 
 
-def forking(backend: str) -> Any:
-    """How processes start: where it is safe, from a fork server with the parent's slow modules.
+def forking(backend: str, function: Callable[..., Any]) -> Any:
+    """How processes start that run `function`: where it is safe, from a fork server which has
+    imported what this process has of `PACKAGES` and of the function's own package.
 
-    The server imports them once, for this call and later ones; each spawned process would take
-    seconds for it. CUDA does not survive a fork, nor do the libraries of macOS.
+    The server imports once, for this call and later ones; each spawned process would take seconds
+    for it. CUDA does not survive a fork, nor do the libraries of macOS.
     """
     if backend == "nccl" or sys.platform != "linux":
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
-    loaded = [name for name in sys.modules if name in SLOW_TO_LOAD or ".modeling_" in name]
+    packages = {*PACKAGES, function.__module__.partition(".")[0]} - {"__main__"}
+    loaded = [name for name in sys.modules if name.partition(".")[0] in packages]
     context.set_forkserver_preload(loaded)  # read when the server starts, at the first call
     return context
 

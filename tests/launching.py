@@ -37,7 +37,7 @@ def run_module(folder: Path, *words: str) -> str:
 def start_forked(function: Callable[..., Any], log: Path, *args: Any) -> Any:
     """The process that runs `function(*args)` in a session of its own, and says all into `log`,
     which may be a terminal. It is forked from a server that has imported what this process has."""
-    process = forking("gloo").Process(target=_say_into, args=(log, function, args))
+    process = forking("gloo", function).Process(target=_say_into, args=(log, function, args))
     process.start()
     return process
 
