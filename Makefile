@@ -2,14 +2,9 @@
 #
 #   make install    create .venv and install the package with its development tools
 #   make demo       the main job on CPU with two processes
-#   make test       the tests that need no GPU
-#   make test-trainers  transformers' and TRL's trainers against one process
-#   make test-jobs  whole jobs as a launcher starts, stops and resumes them, on two machines too
-#   make test-models  every family of models, its layers and its losses against stock models
-#   make test-memory  what is kept for backward, recomputed, offloaded and rehearsed
-#   make test-plans  what the planner predicts and chooses
+#   make test       the tests that need no GPU and little time
+#   make test-slow  the others: each family of models, trainers, jobs, memory, the planner, faults
 #   make test-grid  every trainer over every number of ranks, family and accumulation (long)
-#   make test-faults  jobs that a fault ends, and the next start
 #   make test-families  every family through the recipe on two processes, beside one (long)
 #   make test-fault-grid  every fault at every place in every rank, on 2 and 4 processes (long)
 #   make test-oldest  exactness with the oldest transformers supported, in .venv-oldest
@@ -40,27 +35,26 @@ OLDEST_TESTS := tests/hf/test_exactness.py tests/hf/test_patching.py tests/hf/lo
     tests/verification/test_torch_recurrences.py \
     tests/trainer/test_exactness.py tests/trainer/test_refusals.py \
     tests/trl/test_trainers.py tests/recipes/data
-# Suites apart from the rest for their time. Runs under Trainer and TRL's trainers.
-TESTS_trainers := tests/trainer tests/trl tests/recipes/test_trl_recipes.py \
+# Apart from the rest for their time: every family of models, runs under transformers' and TRL's
+# trainers, jobs of several processes under a launcher, memory, the planner, and faults.
+SLOW_TESTS := tests/hf/model tests/hf/call tests/hf/test_states_and_latents.py \
+    tests/hf/test_exact_families.py tests/hf/test_masked_models.py tests/hf/test_images.py \
+    tests/hf/test_rows.py tests/hf/test_token_log_probs.py tests/verification/test_shrink.py \
+    tests/trainer tests/trl tests/recipes/test_trl_recipes.py \
     tests/recipes/test_trl_refusals.py tests/recipes/test_trl_memory.py \
     tests/recipes/test_model_card.py tests/recipes/test_sharded_reading.py \
-    tests/recipes/test_other_worlds.py
-# Jobs of several processes under a launcher.
-TESTS_jobs := tests/recipes/test_several_nodes.py tests/recipes/test_launch.py \
+    tests/recipes/test_other_worlds.py \
+    tests/recipes/test_several_nodes.py tests/recipes/test_launch.py \
     tests/recipes/test_ended.py tests/recipes/test_text_model.py tests/recipes/test_examples.py \
     tests/recipes/saving tests/recipes/test_bad_steps.py tests/cli/test_train.py \
     tests/cli/test_step_rows.py tests/health/test_launched.py tests/diagnosis/test_world.py \
-    tests/plugin/test_yaml.py tests/docs/test_notebook.py
-# Each runs once for every family; tests/hf/test_exactness.py stays, which has a few in all ways.
-TESTS_models := tests/hf/model tests/hf/call tests/hf/test_states_and_latents.py \
-    tests/hf/test_exact_families.py tests/hf/test_masked_models.py tests/hf/test_images.py \
-    tests/hf/test_rows.py tests/hf/test_token_log_probs.py tests/verification/test_shrink.py
-TESTS_memory := tests/memory tests/hf/test_preflight.py tests/hf/test_preflight_host.py \
-    tests/recipes/test_memory_report.py
-# The planner's, which computes much and starts few processes.
-TESTS_plans := tests/choose tests/predict tests/cli/test_plan.py
-TESTS_faults := tests/faults
-APART := trainers jobs models memory plans faults
+    tests/plugin/test_yaml.py tests/docs/test_notebook.py \
+    tests/memory tests/hf/test_preflight.py tests/hf/test_preflight_host.py \
+    tests/recipes/test_memory_report.py tests/choose tests/predict tests/cli/test_plan.py \
+    tests/faults
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+# Two workers, each of which takes work from the other at its end.
+SHARED := -m "not gpu" -n 2 --dist worksteal
 # Of the code as it is written.
 CODE_TESTS := tests/test_layering.py tests/docs/test_reference.py::test_reference_is_what_the_code_says
 CPU_TORCH := torch==2.13.0+cpu
@@ -73,7 +67,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes, each of which would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test $(addprefix test-,$(APART)) test-grid test-families test-fault-grid test-oldest test-gpu real-model planted-faults pictures docs notebook check clean
+.PHONY: install demo test test-slow test-grid test-families test-fault-grid test-oldest test-gpu real-model planted-faults pictures docs notebook check clean
 
 install: $(STAMP)
 
@@ -105,20 +99,19 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu" -n 2 --dist worksteal \
-	    $(addprefix --ignore=,$(foreach suite,$(APART),$(TESTS_$(suite))))
+	$(PYTEST) $(SHARED) $(addprefix --ignore=,$(SLOW_TESTS))
 
-$(addprefix test-,$(APART)): test-%: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu" -n 2 --dist worksteal $(TESTS_$*)
+test-slow: $(STAMP)
+	$(PYTEST) $(SHARED) $(SLOW_TESTS)
 
 test-grid: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/trl/grid.py
+	$(PYTEST) tests/trl/grid.py
 
 test-families: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/recipes/families.py
+	$(PYTEST) tests/recipes/families.py
 
 test-fault-grid: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/faults/grid.py
+	$(PYTEST) tests/faults/grid.py
 
 test-oldest:
 	$(MAKE) install VENV=.venv-oldest PINS='$(OLDEST)'
