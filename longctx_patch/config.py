@@ -4,11 +4,12 @@ Everything else (command line, YAML, recipes) only fills this dataclass.
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from longctx_patch.memory.policies import POLICIES, CheckpointPolicy, names_that_keep_attention
 from longctx_patch.plans.generators.table import PLANS, PlanRecord
 from longctx_patch.predict.machines import HardwareName
+from longctx_patch.rules.gone import refuse_gone
 from longctx_patch.rules.names import require_choice
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.layout import Layout, LayoutName, length_multiple
@@ -29,10 +30,6 @@ class LongContextConfig:
 
     ring_degree: int = 1
     """Number of ranks (or groups of Ulysses ranks) that pass key-value blocks to each other."""
-
-    ulysses_waves: int | None = None
-    """Ulysses exchanges heads in this many parts (fewer, if a rank has fewer heads), so that the
-    heads of one part travel while another part is computed. None: the cost model decides."""
 
     layout: LayoutName | None = None
     """How tokens are placed over the ring ranks. None: the plan's own layout; under `auto` it is
@@ -128,6 +125,11 @@ class LongContextConfig:
     backward only once. `logits`: from full logits, which `out.logits` returns. A pass without
     labels returns logits under both."""
 
+    def __new__(cls, **settings: Any) -> Self:
+        """Refuses settings that went, before `__init__` refuses names that never existed."""
+        refuse_gone(settings)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         self._check_counts()
         for name, choices in (
@@ -163,14 +165,13 @@ class LongContextConfig:
             )
 
     def _check_counts(self) -> None:
-        counts = {"ulysses_waves": "it counts parts", "mlp_tiles": "it counts tiles"}
-        for name in ("ulysses_degree", "ring_degree", *counts):
+        for name in ("ulysses_degree", "ring_degree", "mlp_tiles"):
             value = getattr(self, name)
-            if name in counts and value is None:
+            if name == "mlp_tiles" and value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 kind = "" if type(value) is int else f", of type {type(value).__name__}"
-                what = counts.get(name, "a degree counts ranks")
+                what = "it counts tiles" if name == "mlp_tiles" else "a degree counts ranks"
                 use = f"Use {name}=1 to switch it off."
                 if isinstance(value, str) and value.isdecimal() and int(value):
                     use = f"Use {name}={int(value)}."

@@ -32,7 +32,7 @@ FREE = {
     *("model", "tokenizer", "chat_template", "text_field"),  # what they lead to is compared
     "allow_dropped",  # the rows say what it has led to
     *("one_document_per_row", "pack", "mixture"),  # the digest of the rows says what they led to
-    *("ulysses_waves", "fused_layers"),  # these change rounding only
+    "fused_layers",  # changes rounding only
     *(
         "skip_rehearsal",
         "push_to_hub",

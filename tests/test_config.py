@@ -37,12 +37,17 @@ def test_settings_are_no_config() -> None:
         LongContextTrainer(tiny_model(), long_context=None)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["ulysses_waves", "mlp_tiles"])
 @pytest.mark.parametrize("value", [0, 2.0, True])
-def test_counts_are_whole_numbers_or_none(name: str, value: object) -> None:
-    with pytest.raises(ValueError, match=rf"{name}={value}.*it counts .*Use {name}=1"):
-        LongContextConfig(**{name: value})  # type: ignore[arg-type]
-    assert getattr(LongContextConfig(**{name: None}), name) is None  # type: ignore[arg-type]
+def test_counts_are_whole_numbers_or_none(value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"mlp_tiles={value}.*it counts .*Use mlp_tiles=1"):
+        LongContextConfig(mlp_tiles=value)
+    assert LongContextConfig(mlp_tiles=None).mlp_tiles is None
+
+
+def test_a_setting_that_went_is_refused_with_the_reason() -> None:
+    settings: dict[str, Any] = {"ring_degree": 2, "ulysses_waves": 2}
+    with pytest.raises(ValueError, match=r"ulysses_waves is no setting any more\. .* Leave it out"):
+        LongContextConfig(**settings)
 
 
 @pytest.mark.parametrize(

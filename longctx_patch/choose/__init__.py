@@ -1,1 +1,1 @@
-"""One chooser of plans, degrees and waves, and the search for a way to train a model."""
+"""One chooser of plans and degrees, and the search for a way to train a model."""

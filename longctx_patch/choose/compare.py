@@ -1,16 +1,13 @@
 """Candidates side by side: which one is chosen, and why the others are not."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
 from longctx_patch.choose.comparison import Comparison, Row
 from longctx_patch.choose.degrees import NO_RECURRENCE, best_way, ways
 from longctx_patch.choose.plans import (
-    best_waves,
     decide,
-    decide_waves,
     has_full_nodes,
     ring_ranks_in_node,
     serves,
@@ -62,8 +59,7 @@ def explain(
     chosen = decide(config, workload)
     others: list[Setting] = []
     if workload.is_causal or config.ring_degree == 1:
-        fixed = replace(config, ulysses_waves=decide_waves(config, workload))
-        others = settings_of(fixed, hardware)
+        others = settings_of(config, hardware)
     asked = _Question(chosen, workload, hardware, None)
     return Comparison(tuple(row for d in directions for row in _rows(asked, others, d)))
 
@@ -97,14 +93,13 @@ def _settings(workload: Workload, hardware: Hardware, ranks: int) -> Iterator[Se
         ring, per_node = ranks // degree, ring_ranks_in_node(degree, hardware)
         for plan, layout in _plans_for(workload, degree, ring):
             if not PLANS[plan].needs_full_nodes or has_full_nodes(ring, per_node):
-                setting = Setting(
+                yield Setting(
                     plan=plan,
                     layout=layout,
                     ulysses_degree=degree,
                     ring_degree=ring,
                     ranks_per_node=per_node,
                 )
-                yield replace(setting, ulysses_waves=best_waves(setting, workload, hardware))
 
 
 def _plans_for(workload: Workload, degree: int, ring: int) -> list[tuple[str, LayoutName]]:

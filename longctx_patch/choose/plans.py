@@ -1,7 +1,6 @@
-"""Decide the plans and waves of an attention call whose degrees are known."""
+"""Decide the plans of an attention call whose degrees are known."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import lru_cache
 
 from longctx_patch.choose.tie import Cost, preferred
@@ -12,10 +11,6 @@ from longctx_patch.plans.generators.table import PLANS, SPARSE_PLAN, plan_for
 from longctx_patch.predict.attention.costs import Workload, predict
 from longctx_patch.predict.machines import MACHINES, Hardware
 from longctx_patch.sequence.layout import LayoutName
-
-MOST_WAVES = 2
-"""Ulysses exchanges heads in at most this many waves unless more are asked for: three and more were
-no faster in any measurement."""
 
 
 @lru_cache(maxsize=1024)
@@ -33,24 +28,21 @@ def decide(
     what is needed.
 
     Args:
-        config: degrees, layout, plans and waves, each given or not.
+        config: degrees, layout and plans, each given or not.
         workload: the sizes of the call.
         hardware: the machine, if not the preset that the config names.
         placement: where tokens are; None: where the config places the workload's documents.
         is_causal: whether the mask is plain causal; None: as the workload's documents and window.
     """
     hardware = hardware or MACHINES[config.hardware]
-    waves = decide_waves(config, workload, hardware)
     sparse = not (workload.is_causal if is_causal is None else is_causal)
-    fixed = replace(config, ulysses_waves=waves)
-    forward, backward = (_plan(fixed, d, workload, hardware, sparse) for d in Direction)
+    forward, backward = (_plan(config, d, workload, hardware, sparse) for d in Direction)
     return Setting(
         plan=forward,
         backward_plan=backward,
         layout=placement or config.placement_of(workload.documents()),
         ulysses_degree=config.ulysses_degree,
         ring_degree=config.ring_degree,
-        ulysses_waves=waves,
         ranks_per_node=_ring_ranks_in_node(config, hardware),
     )
 
@@ -84,41 +76,6 @@ def _plan(
     return preferred(costs).plan
 
 
-def decide_waves(
-    config: LongContextConfig, workload: Workload, hardware: Hardware | None = None
-) -> int:
-    """The number of waves in which Ulysses exchanges heads, in forward and in backward.
-
-    Where the plan is `auto` the first one of its layout is looked at, which is enough to tell.
-    """
-    if config.ulysses_waves is not None:
-        return config.ulysses_waves
-    hardware = hardware or MACHINES[config.hardware]
-    first = settings_of(config, hardware)[0]
-    return best_waves(
-        first if config.plan == "auto" else first.with_plan(config.plan), workload, hardware
-    )
-
-
-@lru_cache(maxsize=1024)
-def best_waves(setting: Setting, workload: Workload, hardware: Hardware) -> int:
-    """The number of waves in which forward and backward together are fastest.
-
-    Waves hide messages but cost CPU time, so small blocks go in one wave. Documents count only by
-    the number of pairs that they leave; otherwise each new row would be simulated.
-    """
-    if setting.ulysses_degree == 1:
-        return 1
-    workload = workload.alike()
-    directions = [direction for direction in Direction if serves(setting.plan, direction)]
-
-    def seconds(waves: int) -> float:
-        fixed = replace(setting, ulysses_waves=waves)
-        return sum(predict(fixed, d, workload, hardware).makespan_s for d in directions)
-
-    return min(range(1, MOST_WAVES + 1), key=seconds)
-
-
 def serves(plan: str, direction: Direction) -> bool:
     """Whether a plan has a direction."""
     return direction in PLANS[plan].directions
@@ -146,7 +103,6 @@ def settings_of(config: LongContextConfig, hardware: Hardware) -> list[Setting]:
             layout=config.placement,
             ulysses_degree=config.ulysses_degree,
             ring_degree=config.ring_degree,
-            ulysses_waves=config.ulysses_waves or 1,
             ranks_per_node=per_node,
         )
         for plan in (list(plans)[:1] if config.ring_degree == 1 else plans)

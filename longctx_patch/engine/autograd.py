@@ -22,7 +22,7 @@ from longctx_patch.engine.call import AttentionCall
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.engine.key_form import AS_HEADS, AsLatents, Expansion, KeyForm
 from longctx_patch.engine.selective import KeptRows, Selection, selection_of
-from longctx_patch.engine.usp import ForwardResult, Saved, all_lse, usp_backward, usp_forward
+from longctx_patch.engine.usp import ForwardResult, Saved, usp_backward, usp_forward
 from longctx_patch.kernels import Score
 from longctx_patch.memory.replay import Frame, current_frame
 from longctx_patch.sequence.documents import Documents
@@ -122,11 +122,11 @@ class _DistributedAttention(torch.autograd.Function):
                 saved, out, returned_lse = usp_forward(call, q, k, v, sinks, form=form)
             elif selection is None:
                 out, lse, returned_lse = _kept_whole(frame, call, q, k, v, sinks, form)
-                saved = [Saved(q, k, v, out, lse)]
+                saved = Saved(q, k, v, out, lse)
             else:
                 saved, out, returned_lse = _kept_partly(frame, selection, q, k, v, sinks, form)
         ctx.num_weights = len(weights)  # saved, so that autograd sees it if one is changed
-        ctx.save_for_backward(sinks, *weights, *(tensor for part in saved for tensor in part))
+        ctx.save_for_backward(sinks, *weights, *saved)
         ctx.mark_non_differentiable(returned_lse)
         return out, returned_lse
 
@@ -134,9 +134,7 @@ class _DistributedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         sinks, *flat = ctx.saved_tensors
-        flat = flat[ctx.num_weights :]
-        size = len(Saved._fields)
-        saved = [Saved(*flat[first : first + size]) for first in range(0, len(flat), size)]
+        saved = Saved(*flat[ctx.num_weights :])
         with torch.autocast(grads[0].device.type, enabled=False):
             form = _form(ctx.call, ctx.expansion)
             gradients = usp_backward(ctx.call, grads[0], saved, sinks, local=ctx.local, form=form)
@@ -162,9 +160,8 @@ def _kept_whole(
     if frame.replaying:
         return frame.take()
     saved, out, returned_lse = usp_forward(call, q, k, v, sinks, form=form)
-    lse = all_lse(saved)
-    frame.keep(out, lse, returned_lse)
-    return out, lse, returned_lse
+    frame.keep(out, saved.lse, returned_lse)
+    return out, saved.lse, returned_lse
 
 
 def _kept_partly(
@@ -180,14 +177,12 @@ def _kept_partly(
     if not frame.replaying:
         selection.prepare()
         result = usp_forward(selection.call, q, k, v, sinks, form=form)
-        rows = [selection.kept(part.out, part.lse) for part in result.saved]
-        frame.keep(*(tensor for kept in rows for tensor in kept))
+        frame.keep(*selection.kept(result.saved.out, result.saved.lse))
         return result
-    flat = frame.take()
-    kept = [KeptRows(*flat[first : first + 2]) for first in range(0, len(flat), 2)]
+    kept = KeptRows(*frame.take())
 
-    def complete(wave: int, part: Saved) -> None:
-        selection.complete(part.out, part.lse, kept[wave])
+    def complete(saved: Saved) -> None:
+        selection.complete(saved.out, saved.lse, kept)
 
     return usp_forward(selection.early, q, k, v, sinks, complete, form)
 

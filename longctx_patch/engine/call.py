@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -87,14 +86,14 @@ class AttentionCall:
     score: Score
     shape: CallShape
     setting: Setting
-    """Plans and waves; degrees and placement are those of the group."""
+    """The plans; degrees and placement are those of the group."""
     returns_lse: bool = False
     """Whether lse is wanted for this rank's tokens; under Ulysses it then travels with out."""
 
     # What is made once per call is cached and not a field, so that `replace` starts without it.
 
     @cached_property
-    def _plans(self) -> dict[tuple[Direction, int], Plan]:
+    def _plans(self) -> dict[Direction, Plan]:
         return {}
 
     @cached_property
@@ -103,11 +102,26 @@ class AttentionCall:
         return {}
 
     @cached_property
-    def waves(self) -> "tuple[HeadWave, ...]":
-        """The heads, in the parts that Ulysses exchanges one by one; one part without Ulysses."""
-        shape, ulysses = self.shape, self.group.ulysses
-        split = HeadSplit(shape.num_heads, shape.num_kv_heads, ulysses.num_ranks)
-        return tuple(HeadWave(self, part) for part in split.in_waves(self.setting.ulysses_waves))
+    def split(self) -> HeadSplit:
+        """Which heads each rank of the Ulysses group computes."""
+        shape = self.shape
+        return HeadSplit(shape.num_heads, shape.num_kv_heads, self.group.ulysses.num_ranks)
+
+    @cached_property
+    def heads(self) -> slice:
+        """The query heads that this rank computes."""
+        mine = self.split.query[self.group.ulysses.group_rank]
+        return slice(mine.start, mine.stop)
+
+    @cached_property
+    def kv_runs(self) -> tuple[Interval, ...] | None:
+        """Query heads of each of this rank's key-value heads; None where they group evenly."""
+        return self.split.kv_runs(self.group.ulysses.group_rank)
+
+    @cached_property
+    def resharder(self) -> Resharder:
+        """Exchanges heads for tokens, and results back."""
+        return Resharder(self.group.ulysses, self.split, self.group_sizes)
 
     @cached_property
     def group_sizes(self) -> tuple[int, ...]:
@@ -126,14 +140,14 @@ class AttentionCall:
         first = self.group.ring.group_rank * degree
         return range(first, first + degree)
 
-    def plan(self, direction: Direction, num_kv_heads: int) -> Plan:
-        """What the ring part runs for `num_kv_heads` key-value heads of its own."""
-        key = (direction, num_kv_heads)
-        if key not in self._plans:
-            self._plans[key] = make_plan(
-                self.setting, direction, self.documents, self.mask, num_kv_heads
+    def plan(self, direction: Direction) -> Plan:
+        """What the ring part runs for this rank's heads."""
+        if direction not in self._plans:
+            computed = self.split.num_kv_computed(self.group.ulysses.group_rank)
+            self._plans[direction] = make_plan(
+                self.setting, direction, self.documents, self.mask, computed
             )
-        return self._plans[key]
+        return self._plans[direction]
 
     def prepare(self, directions: Iterable[Direction] = tuple(Direction)) -> None:
         """Make plans and kernel calls of these directions before they are needed.
@@ -141,8 +155,7 @@ class AttentionCall:
         Nothing is communicated, so calls are left out if the ranks haven't agreed on a kernel yet.
         """
         kernel = self.group.kernels.known(self.group.config.kernel, self._request)
-        for wave, direction in product(self.waves, directions):
-            plan = wave.plan(direction)
+        for plan in map(self.plan, directions):
             if kernel is not None:
                 kernel_calls(plan, self.group.ring.group_rank, kernel.traits)
 
@@ -177,40 +190,3 @@ class AttentionCall:
             num_kv_heads=kv_heads,
             num_rows=self.documents.num_tokens // self.group.ring.num_ranks,
         )
-
-
-@dataclass(frozen=True)
-class HeadWave:
-    """Heads that are exchanged and computed together."""
-
-    call: AttentionCall
-    split: HeadSplit
-
-    @property
-    def rank(self) -> int:
-        """This rank's place in its Ulysses group."""
-        return self.call.group.ulysses.group_rank
-
-    @cached_property
-    def kv_runs(self) -> tuple[Interval, ...] | None:
-        """Query heads of each of this rank's key-value heads; None where they group evenly."""
-        return self.split.kv_runs(self.rank)
-
-    @cached_property
-    def heads(self) -> slice:
-        """The query heads that this rank computes."""
-        mine = self.split.query[self.rank]
-        return slice(mine.start, mine.stop)
-
-    @cached_property
-    def resharder(self) -> Resharder:
-        """Exchanges these heads for tokens, and their results back."""
-        return Resharder(self.call.group.ulysses, self.split, self.call.group_sizes)
-
-    def plan(self, direction: Direction) -> Plan:
-        """What the ring part runs for these heads."""
-        return self.call.plan(direction, self._num_kv_computed)
-
-    @cached_property
-    def _num_kv_computed(self) -> int:
-        return self.split.num_kv_computed(self.rank)

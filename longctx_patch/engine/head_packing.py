@@ -62,10 +62,9 @@ def unpack(buffer: Tensor, totals: Sequence[HeadTotal], cuts: tuple[HeadCuts, ..
 
 
 @lru_cache(maxsize=256)
-def are_shared(waves: tuple[HeadCuts, ...]) -> bool:
-    """Whether some head is in the cuts of more than one rank, or of more than one wave."""
-    cuts = sorted(cut for wave in waves for cut in wave)
-    return any(a.stop > b.start for a, b in pairwise(cuts))
+def are_shared(cuts: HeadCuts) -> bool:
+    """Whether some head is in the cuts of more than one rank."""
+    return any(a.stop > b.start for a, b in pairwise(sorted(cuts)))
 
 
 class _Form(NamedTuple):

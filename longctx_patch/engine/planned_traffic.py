@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from longctx_patch.engine.call import AttentionCall, HeadWave
+from longctx_patch.engine.call import AttentionCall
 from longctx_patch.plans import AttentionShape, Direction, plan_traffic
 from longctx_patch.plans.head_split import QKV, Heads
 from longctx_patch.plans.head_traffic import to_heads_traffic, to_tokens_traffic
@@ -20,56 +20,51 @@ class CallTraffic(NamedTuple):
 
 def predicted_traffic(call: AttentionCall) -> CallTraffic:
     """What this rank will send."""
-    waves = [_of_wave(wave) for wave in call.waves]
-    return CallTraffic(*(sum(part, Traffic()) for part in zip(*waves, strict=True)))
-
-
-def _of_wave(wave: HeadWave) -> CallTraffic:
-    """What this rank will send for the heads of one wave."""
-    shape = wave.call.shape
+    shape = call.shape
     lse_bytes = shape.batch * max(4, shape.dtype.itemsize)
-    returns = _to_tokens(wave, (Heads.QUERY,))
-    if wave.call.returns_lse:
-        returns += _to_tokens(wave, (Heads.QUERY,), lse_bytes)
-    inputs, query = _to_heads(wave, QKV), _to_heads(wave, (Heads.QUERY,))
-    gradients = _of_ring(wave, Direction.BACKWARD) + _to_tokens(wave, QKV)
+    returns = _to_tokens(call, (Heads.QUERY,))
+    if call.returns_lse:
+        returns += _to_tokens(call, (Heads.QUERY,), lse_bytes)
+    inputs, query = _to_heads(call, QKV), _to_heads(call, (Heads.QUERY,))
+    gradients = _of_ring(call, Direction.BACKWARD) + _to_tokens(call, QKV)
     return CallTraffic(
-        forward=inputs + _of_ring(wave, Direction.FORWARD) + returns,
+        forward=inputs + _of_ring(call, Direction.FORWARD) + returns,
         backward=query + gradients,
         backward_after_replay=inputs + query + query + gradients,  # out and dout
     )
 
 
-def _of_ring(wave: HeadWave, direction: Direction) -> Traffic:
-    call, split = wave.call, wave.split
+def _of_ring(call: AttentionCall, direction: Direction) -> Traffic:
+    rank = call.group.ulysses.group_rank
     shape = AttentionShape(
         batch=call.shape.batch,
-        num_heads=split.query[wave.rank].size,
-        num_kv_heads=split.num_kv_computed(wave.rank),
+        num_heads=call.split.query[rank].size,
+        num_kv_heads=call.split.num_kv_computed(rank),
         head_dim=call.shape.head_dim,
         itemsize_bytes=call.shape.dtype.itemsize,
         latent_dim=call.shape.latent_dim,
     )
-    return plan_traffic(wave.plan(direction), shape)[call.group.ring.group_rank]
+    return plan_traffic(call.plan(direction), shape)[call.group.ring.group_rank]
 
 
-def _to_heads(wave: HeadWave, heads: tuple[Heads, ...]) -> Traffic:
+def _to_heads(call: AttentionCall, heads: tuple[Heads, ...]) -> Traffic:
+    rank = call.group.ulysses.group_rank
     return to_heads_traffic(
-        wave.split,
+        call.split,
         heads,
-        wave.rank,
-        tokens=wave.call.group_sizes[wave.rank],
-        bytes_per_head=wave.call.shape.head_bytes,
+        rank,
+        tokens=call.group_sizes[rank],
+        bytes_per_head=call.shape.head_bytes,
     )
 
 
 def _to_tokens(
-    wave: HeadWave, heads: tuple[Heads, ...], bytes_per_head: int | None = None
+    call: AttentionCall, heads: tuple[Heads, ...], bytes_per_head: int | None = None
 ) -> Traffic:
     return to_tokens_traffic(
-        wave.split,
+        call.split,
         heads,
-        wave.rank,
-        sizes=wave.call.group_sizes,
-        bytes_per_head=bytes_per_head or wave.call.shape.head_bytes,
+        call.group.ulysses.group_rank,
+        sizes=call.group_sizes,
+        bytes_per_head=bytes_per_head or call.shape.head_bytes,
     )

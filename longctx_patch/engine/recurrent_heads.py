@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from longctx_patch.engine.chain.recurrence import Recurrence, run_recurrence
 from longctx_patch.engine.chain.run import ChainRun
-from longctx_patch.engine.ulysses import Resharder, join_waves
+from longctx_patch.engine.ulysses import Resharder, join_tokens
 from longctx_patch.plans.chain import ChainTraffic
 from longctx_patch.plans.head_split import Heads, HeadSplit
 from longctx_patch.plans.recurrent import HeadTensor, heads_traffic, packets
@@ -106,7 +106,7 @@ def _to_tokens(
     arriving = [
         resharder.to_tokens([tensors[n] for n in part], [kinds[n] for n in part]) for part in parts
     ]
-    joined = join_waves([arriving])
+    joined = join_tokens(arriving)
     found = dict(zip((number for part in parts for number in part), joined, strict=True))
     return tuple(found[number] for number in range(len(tensors)))
 

@@ -28,7 +28,7 @@ from longctx_patch.sequence.regions import FULL, Piece
 
 
 class KeptRows(NamedTuple):
-    """What attention computed for the selected rows, for the heads of a wave."""
+    """What attention computed for the selected rows, for this rank's heads."""
 
     out: Tensor
     """`[B, kept, heads, D]`."""
@@ -54,8 +54,7 @@ class Selection:
         """Make kernel and plans of the recompute before backward. Collective where ranks haven't
         agreed on a kernel for such a call yet."""
         self.early.kernel()
-        for wave in self.early.waves:
-            wave.plan(Direction.FORWARD)
+        self.early.plan(Direction.FORWARD)
 
     def kept(self, out: Tensor, lse: Tensor) -> KeptRows:
         """Copies of the selected rows of `[B, S, heads, D]` and `[B, heads, S]`."""

@@ -4,9 +4,6 @@ Before attention every rank of a Ulysses group holds all heads of some tokens; d
 holds some heads of all tokens. If there are fewer key-value heads than ranks, each is sent to every
 rank whose query heads need it, and its gradients are summed in float32 on the ranks it came from.
 Query heads need not divide evenly.
-
-Heads don't depend on each other, so they are exchanged in waves: those of one wave travel while
-another is computed.
 """
 
 from collections.abc import Sequence
@@ -114,31 +111,26 @@ class ArrivingTokens(NamedTuple):
     """The heads that each rank sends, for each tensor."""
 
 
-def join_waves(waves: Sequence[Sequence[ArrivingTokens]]) -> list[Tensor]:
-    """`[B, L, all heads, D]` of each tensor, from the exchanges that each wave comes back in.
+def join_tokens(exchanges: Sequence[ArrivingTokens]) -> list[Tensor]:
+    """`[B, L, all heads, D]` of each tensor of exchanges that are on their way.
 
-    Heads that several ranks or waves have (key-value gradients) are summed in float32. A wave is
-    unpacked when it has arrived, while later ones travel; all are waited for in the order in which
-    they were posted.
+    Heads that several ranks have (key-value gradients) are summed in float32.
     """
-    totals = [_empty_totals(exchange) for exchange in zip(*waves, strict=True)]
-    for wave in waves:
-        for exchange, of_exchange in zip(wave, totals, strict=True):
-            unpack(exchange.arriving.wait(), of_exchange, exchange.cuts)
-    return [
-        total.tensor.to(exchange.arriving.received.dtype)
-        for exchange, of_exchange in zip(waves[0], totals, strict=True)
-        for total in of_exchange
-    ]
+    found = []
+    for exchange in exchanges:
+        totals = _empty_totals(exchange)
+        unpack(exchange.arriving.wait(), totals, exchange.cuts)
+        found += [total.tensor.to(exchange.arriving.received.dtype) for total in totals]
+    return found
 
 
-def _empty_totals(waves: Sequence[ArrivingTokens]) -> list[HeadTotal]:
-    """Memory for all heads of each tensor of one exchange, which `waves` gives for every wave."""
-    like, (batch, rows, _, dim) = waves[0].arriving.received, waves[0].arriving.shapes[0]
+def _empty_totals(exchange: ArrivingTokens) -> list[HeadTotal]:
+    """Memory for all heads of each tensor of an exchange."""
+    like, (batch, rows, _, dim) = exchange.arriving.received, exchange.arriving.shapes[0]
     totals = []
-    for of_waves in zip(*(wave.cuts for wave in waves), strict=True):
-        shape = (batch, rows, max(cut.stop for cuts in of_waves for cut in cuts), dim)
-        is_sum = are_shared(of_waves)
+    for cuts in exchange.cuts:
+        shape = (batch, rows, max(cut.stop for cut in cuts), dim)
+        is_sum = are_shared(cuts)
         tensor = (
             like.new_zeros(shape, dtype=sum_dtype(like.dtype)) if is_sum else like.new_empty(shape)
         )

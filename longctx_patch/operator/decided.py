@@ -1,4 +1,4 @@
-"""Attention calls with everything decided: plans and waves by the config, or by the cost model."""
+"""Attention calls with everything decided: plans by the config, or by the cost model."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -25,7 +25,7 @@ def decided_call(
 ) -> AttentionCall:
     """The call that a group runs for a row.
 
-    The group's config names plans and waves, or leaves them to the cost model. A layer with a
+    The group's config names plans, or leaves them to the cost model. A layer with a
     window or chunks (`is_local`) runs the plan that sends only what is inside of them, whatever
     plan the config names.
     """

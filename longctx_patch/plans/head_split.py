@@ -1,6 +1,6 @@
-"""Which heads each rank of a Ulysses group computes, and in which wave."""
+"""Which heads each rank of a Ulysses group computes."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
@@ -31,13 +31,11 @@ def halves(num_heads: int, num_kv_heads: int) -> tuple[tuple[slice, slice], ...]
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """Which heads each rank of a Ulysses group computes, all at once or in one of several waves."""
+    """Which heads each rank of a Ulysses group computes."""
 
     num_heads: int
     num_kv_heads: int
     degree: int
-    wave: int = 0
-    num_waves: int = 1
 
     def __post_init__(self) -> None:
         if self.num_heads < self.degree:
@@ -47,28 +45,14 @@ class HeadSplit:
                 "ring_degree."
             )
 
-    def in_waves(self, most: int) -> "tuple[HeadSplit, ...]":
-        """The same heads in at most `most` parts; each rank has heads in every part."""
-        count = min(most, self.num_heads // self.degree) if self.degree > 1 else 1
-        return tuple(replace(self, wave=wave, num_waves=count) for wave in range(count))
-
     @cached_property
     def query(self) -> tuple[Interval, ...]:
-        """The query heads of each rank in this wave."""
-        return tuple(self._of_wave(heads) for heads in even_cuts(self.num_heads, self.degree))
-
-    def _of_wave(self, heads: Interval) -> Interval:
-        """This wave's part of a rank's query heads: those of whole key-value heads, if there are
-        enough."""
-        group = self.num_heads // self.num_kv_heads
-        whole = heads.start % group == heads.stop % group == 0
-        unit = group if whole and heads.size >= group * self.num_waves else 1
-        part = even_cuts(heads.size // unit, self.num_waves)[self.wave]
-        return Interval(heads.start + part.start * unit, heads.start + part.stop * unit)
+        """The query heads of each rank."""
+        return tuple(even_cuts(self.num_heads, self.degree))
 
     @cached_property
     def key_value(self) -> tuple[Interval, ...]:
-        """The key-value heads that each rank's query heads need; ranks and waves may share some."""
+        """The key-value heads that each rank's query heads need; ranks may share some."""
         group = self.num_heads // self.num_kv_heads
         return tuple(Interval(q.start // group, (q.stop - 1) // group + 1) for q in self.query)
 

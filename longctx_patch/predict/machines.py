@@ -140,8 +140,8 @@ class Hardware:
     """Seconds of the CPU for one batch of messages: packing, posting, waiting."""
     host_message_s: float
     """Seconds of the CPU for each message in a batch."""
-    host_wave_s: float
-    """Seconds of the CPU for one of Ulysses' waves: packing, two all-to-alls, unpacking."""
+    host_ulysses_s: float
+    """Seconds of the CPU for Ulysses around a plan: packing, two all-to-alls, unpacking."""
     host_out_bandwidth: float
     """Bytes per second of pinned copies to the host while all GPUs of the node copy."""
     host_in_bandwidth: float
@@ -276,7 +276,7 @@ _H200 = Hardware(
     host_backward_s=140e-6,
     host_exchange_s=80e-6,
     host_message_s=15e-6,
-    host_wave_s=900e-6,
+    host_ulysses_s=900e-6,
     host_out_bandwidth=34 * GIB,
     host_in_bandwidth=41 * GIB,
 )

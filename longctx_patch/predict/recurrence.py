@@ -298,5 +298,5 @@ def _exchange_seconds(
     travel_s = number * link.latency_s + largest / link.bandwidth
     return _Seconds(
         device=travel_s + (4 * (own + largest) + 2 * own) / hardware.copy_bandwidth,
-        host=number * hardware.host_wave_s / 2,  # a wave has two
+        host=number * hardware.host_ulysses_s / 2,  # which counts two
     )

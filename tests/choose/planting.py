@@ -23,11 +23,9 @@ def planted(seconds: Callable[[Setting, Direction], float]) -> Iterator[None]:
         found = predict(setting, direction, workload, hardware)
         return replace(found, makespan_s=seconds(setting, direction))
 
-    caches = (plans.decide, plans.best_waves)
     with ExitStack() as stack:
         for module in (compare, degrees, plans, step_time):
             stack.enter_context(patch.object(module, "predict", believed))
-        for cache in caches:
-            cache.cache_clear()
-            stack.callback(cache.cache_clear)
+        plans.decide.cache_clear()
+        stack.callback(plans.decide.cache_clear)
         yield

@@ -63,15 +63,3 @@ def test_the_double_ring_beats_the_flat_one_across_nodes() -> None:
         if setting.plan in ("zigzag", "double_ring")
     }
     assert seconds["double_ring"] < 0.8 * seconds["zigzag"]
-
-
-def test_waves_are_worth_it_where_blocks_are_large() -> None:
-    def waves(config: LongContextConfig, num_tokens: int) -> int:
-        return decide(config, Workload(num_tokens=num_tokens)).ulysses_waves
-
-    ulysses = LongContextConfig(ulysses_degree=4)
-    assert [waves(ulysses, n) for n in (4096, 16384, 65536, 131072)] == [1, 1, 2, 2]
-    assert waves(LongContextConfig(ring_degree=4), 131072) == 1
-    assert waves(replace(ulysses, ulysses_waves=4), 4096) == 4
-    two_levels = LongContextConfig(ulysses_degree=2, ring_degree=4, ranks_per_node=2)
-    assert waves(two_levels, 65536) in (1, 2)

@@ -11,20 +11,18 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from longctx_patch import LongContextConfig, attention, run_virtual_ranks, virtual_group
+from longctx_patch import LongContextConfig, run_virtual_ranks, virtual_group
 from longctx_patch.choose.compare import compare, explain
 from longctx_patch.choose.degrees import Way, best_way
 from longctx_patch.choose.search import result_of, search
 from longctx_patch.cli.main import main
-from longctx_patch.engine.call import AttentionCall, CallShape
+from longctx_patch.engine.call import CallShape
 from longctx_patch.hf.call.sharded import LayerKind, ShardedCall
 from longctx_patch.kernels import Score
-from longctx_patch.operator import attention as operator
 from longctx_patch.plans import Direction
 from longctx_patch.plans.generators.setting import Setting
 from longctx_patch.predict.attention.costs import Workload
 from longctx_patch.sequence.documents import Documents
-from longctx_patch.transport import VirtualTransport
 from tests.choose.planting import planted
 from tests.predict.attention.test_costs import H200
 from tests.predict.run.jobs import llama_job
@@ -102,29 +100,3 @@ def test_the_fastest_degrees_are_taken(way: Way) -> None:
         assert {r.prediction.ulysses_degree for r in rows if r.chosen} == {way.ulysses}
         found = [result.candidate for result in search(llama_job("4xH200", 2**15))]
         assert {c.ulysses for c in found if c.sequence_degree == 4} == {way.ulysses}
-
-
-@pytest.mark.parametrize("waves", [1, 2])
-def test_the_fastest_number_of_waves_runs(waves: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[AttentionCall] = []
-
-    def noted(*tensors: Any) -> Any:
-        calls.append(tensors[-1])
-        return distributed_attention(*tensors)
-
-    def run(transport: VirtualTransport) -> None:
-        x = torch.randn(1, TOKENS // 4, HEADS, HEAD_DIM)
-        attention(x, x, x, group=virtual_group(transport, ULYSSES))
-
-    distributed_attention = operator.distributed_attention
-    monkeypatch.setattr(operator, "distributed_attention", noted)
-    with planted(lambda setting, _: 1.0 + abs(setting.ulysses_waves - waves)):
-        assert of_a_layer(ULYSSES).ulysses_waves == waves
-        assert of_a_run(ULYSSES).ulysses_waves == waves
-        run_virtual_ranks(4, run)
-        found = printed("--plan", "ulysses", "--ranks", 4)
-    assert [len(call.waves) for call in calls] == [waves] * 4
-    assert set(found["messages_per_rank"]) == {2 * 3 * waves}
-    # q, k and v are sent together; out and lse come back.
-    sent = {call.group.counters.messages for call in calls}
-    assert sent == {3 * 3 * waves}

@@ -76,7 +76,7 @@ def test_the_cpu_bounds_many_short_documents_that_a_kernel_takes_one_by_one() ->
     of_two = replace(QWEN, batch=2, num_heads=16, num_groups=8)
     states, heads = both_ways(ULYSSES, of_two, documents)
     assert states.forward_s == states.backward_s == pytest.approx(256 * HOST_CALL_S)
-    assert heads.forward_s == pytest.approx(1024 * HOST_CALL_S + 1.5 * H100.host_wave_s)
+    assert heads.forward_s == pytest.approx(1024 * HOST_CALL_S + 1.5 * H100.host_ulysses_s)
     states, _ = both_ways(ULYSSES, QWEN, documents)
     run_s = 32768 * run_flops(QWEN, 128) / H100.recurrent.delta_rule
     assert states.forward_s == pytest.approx(run_s)

@@ -188,7 +188,7 @@ def test_the_work_grows_with_the_ways_to_share_a_row_not_with_gpus() -> None:
     """With four times the GPUs, only two more sequence degrees are possible."""
 
     def simulations(gpus: str) -> int:
-        for cache in (costs.predict, plans.decide, plans.best_waves):
+        for cache in (costs.predict, plans.decide):
             cache.cache_clear()
         with patch.object(costs, "simulate", wraps=costs.simulate) as simulated:
             search(llama_job(gpus, 2**17, num_layers=2))

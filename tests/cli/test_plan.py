@@ -106,7 +106,7 @@ def test_text_has_a_table_its_parts_and_the_longest_row(run: Run, llama_8b: Path
     ("options", "more"),
     [
         ([], ["--rope", "yarn"]),
-        (["--full"], ["--rope", "yarn", "--full"]),
+        (["--full"], ["--sequence-degree", "8", "--rope", "yarn", "--full"]),
         (
             ["--rank", "8", "--rows-per-step", "6"],
             ["--rope", "yarn", "--rank", "8", "--rows-per-step", "6"],
@@ -120,8 +120,6 @@ def test_the_next_command_makes_the_folder(
     said = run("plan", llama_8b, "--gpus", "16xH200", "--seq-len", "256K", *options).output
     words = shlex.split(said.splitlines()[-1].removeprefix("Next: "))
     wanted = ["longctx", "patch", str(llama_8b), "--gpus", "16xH200", "--seq-len", "262144"]
-    if "--rows-per-step" not in options:  # by which `longctx patch` decides how many share a row
-        more = ["--sequence-degree", "8", *more]
     wanted += ["--nodes", "2", *more]
     assert words == [*wanted, "--data", "DATA", "--out", "run/"]
     done = run(*words[1:-4], "--out", tmp_path / "run")

@@ -34,23 +34,23 @@ def one_by_one(tensors: list[Tensor], cuts: tuple[tuple[Interval, ...], ...]) ->
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (28, 4), (7, 1), (6, 6), (12, 4)])
 @pytest.mark.parametrize("degree", [2, 3, 4, 5])
 def test_packed_as_one_by_one_and_back(batch: int, heads: int, kv_heads: int, degree: int) -> None:
-    for split in HeadSplit(heads, kv_heads, degree).in_waves(2):
-        tensors = [strided(numbers(batch, n, 4, torch.float32)) for n in (heads, kv_heads)]
-        tensors.append(-tensors[1])
-        cuts = tuple(split.of(kind) for kind in QKV)
-        buffer, sizes = pack(tensors, cuts)
-        assert torch.equal(buffer, one_by_one(tensors, cuts))
-        assert sum(sizes) == buffer.numel()
-        totals = [
-            HeadTotal(torch.zeros_like(tensor), is_sum=are_shared((of_tensor,)))
-            for tensor, of_tensor in zip(tensors, cuts, strict=True)
-        ]
-        unpack(buffer, totals, cuts)
-        for tensor, (total, _), of_tensor in zip(tensors, totals, cuts, strict=True):
-            times = torch.zeros(tensor.shape[2])
-            for cut in of_tensor:
-                times[slice(*cut)] += 1
-            assert torch.equal(total, tensor * times[:, None])
+    split = HeadSplit(heads, kv_heads, degree)
+    tensors = [strided(numbers(batch, n, 4, torch.float32)) for n in (heads, kv_heads)]
+    tensors.append(-tensors[1])
+    cuts = tuple(split.of(kind) for kind in QKV)
+    buffer, sizes = pack(tensors, cuts)
+    assert torch.equal(buffer, one_by_one(tensors, cuts))
+    assert sum(sizes) == buffer.numel()
+    totals = [
+        HeadTotal(torch.zeros_like(tensor), is_sum=are_shared(of_tensor))
+        for tensor, of_tensor in zip(tensors, cuts, strict=True)
+    ]
+    unpack(buffer, totals, cuts)
+    for tensor, (total, _), of_tensor in zip(tensors, totals, cuts, strict=True):
+        times = torch.zeros(tensor.shape[2])
+        for cut in of_tensor:
+            times[slice(*cut)] += 1
+        assert torch.equal(total, tensor * times[:, None])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

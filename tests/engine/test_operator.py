@@ -43,10 +43,10 @@ DEGREES = [
 ]
 HEADS = [(4, 4), (4, 2), (4, 1), (12, 4), (7, 7)]
 RUNS: list[dict[str, Any]] = [
-    {"waves": None, "batch": 2},
-    {"waves": 1, "share": 1.0, "batch": 2},
-    {"waves": 2, "share": 1.0, "batch": 1, "value_dim": 5},
-    {"waves": 3, "batch": 1, "value_dim": 11},
+    {"batch": 2},
+    {"share": 1.0, "batch": 2},
+    {"share": 1.0, "batch": 1, "value_dim": 5},
+    {"batch": 1, "value_dim": 11},
 ]
 
 
@@ -70,10 +70,9 @@ def test_virtual_ranks_equal_dense(
     dtype: torch.dtype,
     run: dict[str, Any],
 ) -> None:
-    """Results are exact for any number of waves, also where they are kept for a recompute."""
-    kept = dict(run)
-    config = replace(config_of("auto", layout, *degrees), ulysses_waves=kept.pop("waves"))
-    assert_exact(Case(config, causal_row(length), heads, dtype, **kept))
+    """Results are exact, also where they are kept for a recompute."""
+    config = config_of("auto", layout, *degrees)
+    assert_exact(Case(config, causal_row(length), heads, dtype, **run))
 
 
 @pytest.mark.parametrize(

@@ -208,9 +208,7 @@ def check_models(rank: int, world_size: int) -> None:
 def check_bits(rank: int, world_size: int) -> None:
     """Deterministic runs are bitwise equal."""
     for ulysses, ring in degrees_of(world_size):
-        config = LongContextConfig(
-            ulysses_degree=ulysses, ring_degree=ring, ulysses_waves=2, deterministic=True
-        )
+        config = LongContextConfig(ulysses_degree=ulysses, ring_degree=ring, deterministic=True)
         group = make_sequence_group(config)
         case = on_gpu(config, causal_row(4093))
         first, *others = (whole_results(group, case) for _ in range(4))

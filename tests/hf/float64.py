@@ -21,7 +21,7 @@ WAYS: list[dict[str, Any]] = [
     {"ring_degree": 2, "checkpoint": "none"},
     {"ring_degree": 3, "checkpoint": "full", "layout": "contiguous"},
     {"ring_degree": 4, "checkpoint": "attention"},
-    {"ulysses_degree": 4, "checkpoint": "attention", "ulysses_waves": 2},
+    {"ulysses_degree": 4, "checkpoint": "attention"},
     {"ulysses_degree": 2, "ring_degree": 2, "checkpoint": "offload"},
     {"ulysses_degree": 2, "ring_degree": 2, "checkpoint": "attention", "attention_kept": 0.5},
 ]

@@ -57,7 +57,6 @@ class Case(NamedTuple):
     def config(self) -> LongContextConfig:
         return LongContextConfig(
             ulysses_degree=self.ulysses,
-            ulysses_waves=2,
             ring_degree=self.ring,
             layout=self.layout,
             checkpoint=self.checkpoint,

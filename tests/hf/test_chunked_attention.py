@@ -76,7 +76,7 @@ CONFIGS = (
     LongContextConfig(ring_degree=4, layout="contiguous", plan="distflash_balanced"),
     LongContextConfig(ring_degree=4, ranks_per_node=2, plan="double_ring"),
     LongContextConfig(ulysses_degree=2, ring_degree=2, checkpoint="attention"),
-    LongContextConfig(ulysses_degree=4, ulysses_waves=2),
+    LongContextConfig(ulysses_degree=4),
 )
 
 

@@ -1,6 +1,5 @@
 """Patched models over processes equal the unpatched model in one process."""
 
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -26,7 +25,7 @@ SHAPES = [(31, "float32"), (3, "float32"), (13, "float64")]
 def test_every_family_equals_one_process(world_size: int) -> None:
     """Loss, logits, gradients and traffic are right in every way to cut a sequence; that `verify`
     would find an error is shown in tests/cli/test_verify.py."""
-    configs = [replace(config, ulysses_waves=2) for config in all_configs(world_size)]
+    configs = all_configs(world_size)
     for number, (length, dtype) in enumerate(SHAPES, start=world_size):
         model_config = tiny_config(FAMILIES[number % len(FAMILIES)])
         report = verify(model_config, configs, dtype=dtype, seq_len=length)

@@ -45,7 +45,7 @@ WAYS: list[dict[str, Any]] = [
     {"ring_degree": 2, "checkpoint": "attention", "kv_exchange": "heads"},
     {"ring_degree": 3, "checkpoint": "attention", "attention_kept": 0.4},
     {"ring_degree": 4, "checkpoint": "attention"},
-    {"ulysses_degree": 4, "checkpoint": "attention", "ulysses_waves": 2},
+    {"ulysses_degree": 4, "checkpoint": "attention"},
     {"ulysses_degree": 2, "ring_degree": 2, "checkpoint": "attention", "attention_kept": 0.5},
 ]
 

@@ -272,16 +272,16 @@ def check_two_models(rank: int) -> None:
     """Two models of one process are patched differently, and unpatching one leaves the other."""
     first, second = tiny_model(), tiny_model("qwen2")
     ring = patch(first, LongContextConfig(ring_degree=2))
-    ulysses = patch(second, LongContextConfig(ulysses_degree=2, ulysses_waves=2))
+    ulysses = patch(second, LongContextConfig(ulysses_degree=2))
     for model, handle in ((first, ring), (second, ulysses)):
         model(**collated(handle, token_rows(16))).loss.backward()
     # In each of two layers, a ring of two sends 1 message forward and 2 backward. Ulysses makes an
-    # all-to-all before and after attention, forward and backward, for each of two waves.
-    assert (ring.counters.messages, ulysses.counters.messages) == (6, 16)
+    # all-to-all before and after attention, forward and backward.
+    assert (ring.counters.messages, ulysses.counters.messages) == (6, 8)
     ring.unpatch()
     ids = torch.tensor([token_rows(16)[0]["input_ids"]])
     first(input_ids=ids, labels=ids).loss.backward()
-    assert (ring.counters.messages, ulysses.counters.messages) == (6, 16)
+    assert (ring.counters.messages, ulysses.counters.messages) == (6, 8)
 
 
 CHECKS = (

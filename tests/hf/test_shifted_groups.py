@@ -88,7 +88,7 @@ WAYS: list[dict[str, Any]] = [
     {},
     {"ring_degree": 2, "checkpoint": "attention"},
     {"ring_degree": 3, "checkpoint": "full", "layout": "contiguous"},
-    {"ulysses_degree": 2, "ulysses_waves": 2},
+    {"ulysses_degree": 2},
     {"ulysses_degree": 2, "ring_degree": 2, "checkpoint": "attention", "attention_kept": 0.5},
 ]
 

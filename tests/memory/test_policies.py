@@ -120,7 +120,7 @@ def check_degrees(rank: int) -> None:
     first: list[LayerPolicy] = ["none", "full", "none", "offload"]
     second: list[LayerPolicy] = ["none", "full", "attention", "full"]
     for u, r in ((1, 4), (2, 2), (4, 1)):
-        degrees: dict[str, Any] = {"ulysses_degree": u, "ring_degree": r, "ulysses_waves": 2}
+        degrees: dict[str, Any] = {"ulysses_degree": u, "ring_degree": r}
         alone = [Trained(tiny_model(), length=LENGTH, checkpoint=name, **degrees) for name in MEANS]
         mixes = zip(first, second, strict=True)
         mixed = [Trained(tiny_model(), length=LENGTH, forced=mix, **degrees) for mix in mixes]

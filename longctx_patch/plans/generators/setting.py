@@ -13,7 +13,7 @@ from longctx_patch.sequence.placement import place
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Degrees, placement, waves and the plans of both directions; nothing is `auto` any more."""
+    """Degrees, placement and the plans of both directions; nothing is `auto` any more."""
 
     plan: str
     layout: LayoutName
@@ -21,8 +21,6 @@ class Setting:
     ring_degree: int
     backward_plan: str | None = None
     """None: the plan of forward."""
-    ulysses_waves: int = 1
-    """In how many parts Ulysses exchanges heads; see `LongContextConfig`."""
     ranks_per_node: int | None = None
     """Ring ranks on one machine; None: as many as the hardware has GPUs for."""
 

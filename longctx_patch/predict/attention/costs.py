@@ -4,11 +4,10 @@
 device.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from math import log2
-from operator import add
 from typing import Any, NamedTuple
 
 from longctx_patch.plans import AttentionShape, Direction, Traffic
@@ -102,7 +101,7 @@ class Prediction:
     makespan_s: float
     host_s: float
     """Seconds that the busiest rank's CPU takes to start the plan's kernels and messages."""
-    host_waves_s: float
+    host_ulysses_s: float
     """The same of Ulysses' exchanges around the plan."""
     idle_fraction: float
     """Imbalance: share of rank-time without work, if only attention's FLOPs counted and each step
@@ -144,27 +143,19 @@ def predict(
 ) -> Prediction:
     """Simulate one direction of one call."""
     split = HeadSplit(workload.num_heads, workload.num_kv_heads, setting.ulysses_degree)
-    waves = split.in_waves(setting.ulysses_waves)
-    shapes = [
-        [_ring_shape(setting, workload, wave, rank) for wave in waves]
-        for rank in range(setting.ulysses_degree)
-    ]
+    shapes = [_ring_shape(setting, workload, split, rank) for rank in range(setting.ulysses_degree)]
     of_shape = {
         shape: _simulate_ring(setting, direction, workload, hardware, shape, with_timeline)
-        for shape in {shape for of_rank in shapes for shape in of_rank}
+        for shape in set(shapes)
     }
-    rings = [_one_after_another([of_shape[shape] for shape in of_rank]) for of_rank in shapes]
+    rings = [of_shape[shape] for shape in shapes]
     slowest = max(rings, key=lambda ring: ring.makespan_s)
-    of_waves = [_exchanges(setting, direction, workload, wave) for wave in waves]
-    exchanges = (_sum_over([b for b, _ in of_waves]), _sum_over([a for _, a in of_waves]))
-    computed_s = slowest.makespan_s / len(waves)
-    before, after = (
-        _all_to_all(part, setting, hardware, len(waves), computed_s) for part in exchanges
-    )
+    exchanges = _exchanges(setting, direction, workload, split)
+    before, after = (_all_to_all(part, setting, hardware) for part in exchanges)
     expanded_s = _expanded_before(setting, direction, workload, hardware)
     # The CPU runs ahead of the device unless it takes longer in total.
     on_device_s = expanded_s + before.total_s + slowest.makespan_s + after.total_s
-    exchanges_s = len(waves) * hardware.host_wave_s if setting.ulysses_degree > 1 else 0.0
+    exchanges_s = hardware.host_ulysses_s if setting.ulysses_degree > 1 else 0.0
     on_host_s = slowest.host_s + exchanges_s
     sent = _sum_traffic(exchanges, rings)
     busiest = max(cut.size for cut in split.query)
@@ -181,7 +172,7 @@ def predict(
         layout=setting.layout,
         makespan_s=makespan_s,
         host_s=slowest.host_s,
-        host_waves_s=exchanges_s,
+        host_ulysses_s=exchanges_s,
         idle_fraction=1 - (1 - slowest.idle_fraction) * mean / busiest,
         kernel_s=kernel_s,
         copy_s=copy_s,
@@ -190,7 +181,7 @@ def predict(
         bytes_sent_per_rank=tuple(traffic.bytes for traffic in sent),
         messages_per_rank=tuple(traffic.messages for traffic in sent),
         peak_buffer_bytes=max(ring.peak_buffer_bytes for ring in rings)
-        + _widest_exchange(setting, workload, waves),
+        + _widest_exchange(setting, workload, split),
         timeline=_timeline(setting, slowest, expanded_s + before.total_s, after.total_s)
         if with_timeline
         else (),
@@ -268,57 +259,24 @@ def _exchanges(
     return before, after
 
 
-def _widest_exchange(setting: Setting, workload: Workload, waves: Sequence[HeadSplit]) -> int:
-    """Bytes of the largest rank's buffer for the exchange of queries, keys and values of all waves,
-    with what a rank sends to itself. One such buffer is alive beside the tensors that it brings."""
+def _widest_exchange(setting: Setting, workload: Workload, split: HeadSplit) -> int:
+    """Bytes of the largest rank's buffer for the exchange of queries, keys and values, with what a
+    rank sends to itself. One such buffer is alive beside the tensors that it brings."""
     degree = setting.ulysses_degree
     if degree == 1:
         return 0
-    heads = [
-        sum(split.of(kind)[rank].size for split in waves for kind in QKV) for rank in range(degree)
-    ]
+    heads = [sum(split.of(kind)[rank].size for kind in QKV) for rank in range(degree)]
     tokens = -(-workload.num_tokens // (setting.ring_degree * degree))
     # A rank's own tokens with all ranks' heads, or all ranks' tokens with its own heads.
     widest = max(sum(heads), degree * max(heads))
     return workload.batch * tokens * widest * workload.head_dim * workload.itemsize_bytes
 
 
-def _sum_over(waves: Sequence[Sequence[Traffic]]) -> list[Traffic]:
-    """What each rank sends in all waves."""
-    return [sum(of_rank, Traffic()) for of_rank in zip(*waves, strict=True)]
-
-
-def _one_after_another(rings: Sequence[Simulation]) -> Simulation:
-    """The simulation of several waves of heads, one ring after the other."""
-    first, *others = rings
-    whole = first
-    for ring in others:
-        span = whole.makespan_s + ring.makespan_s
-        busy = sum((1 - part.idle_fraction) * part.makespan_s for part in (whole, ring))
-        moved = [
-            s._replace(start_s=s.start_s + whole.makespan_s, stop_s=s.stop_s + whole.makespan_s)
-            for s in ring.spans
-        ]
-        whole = Simulation(
-            makespan_s=span,
-            host_s=whole.host_s + ring.host_s,
-            idle_fraction=1 - busy / span if span else 0.0,
-            kernel_s=whole.kernel_s + ring.kernel_s,
-            copy_s=whole.copy_s + ring.copy_s,
-            exposed_communication_s=whole.exposed_communication_s + ring.exposed_communication_s,
-            bytes_sent=tuple(map(add, whole.bytes_sent, ring.bytes_sent)),
-            messages=tuple(map(add, whole.messages, ring.messages)),
-            peak_buffer_bytes=max(whole.peak_buffer_bytes, ring.peak_buffer_bytes),
-            spans=(*whole.spans, *moved),
-        )
-    return whole
-
-
 class _Exchange(NamedTuple):
     """Seconds that all-to-alls add."""
 
     travel_s: float
-    """Seconds of travel that computation does not hide."""
+    """Seconds of travel."""
     copy_s: float
     """Seconds of packing and unpacking."""
 
@@ -327,30 +285,21 @@ class _Exchange(NamedTuple):
         return self.travel_s + self.copy_s
 
 
-def _all_to_all(
-    sent: Iterable[Traffic],
-    setting: Setting,
-    hardware: Hardware,
-    num_waves: int,
-    computed_s: float,
-) -> _Exchange:
-    """Seconds for the rank that sends most; while one wave travels, another is computed for
-    `computed_s`."""
+def _all_to_all(sent: Iterable[Traffic], setting: Setting, hardware: Hardware) -> _Exchange:
+    """Seconds for the rank that sends most."""
     largest = max((traffic.bytes for traffic in sent), default=0)
     if not largest:
         return _Exchange(0.0, 0.0)
     degree = setting.ulysses_degree
     near = min(degree, hardware.gpus_per_node)
     far_share = (degree - near) / (degree - 1)
-    in_wave = largest / num_waves
     within, across = hardware.intra_node, hardware.inter_node
     travel = max(
-        within.latency_s + in_wave * (1 - far_share) / within.bandwidth,
-        (across.latency_s + in_wave * far_share / across.bandwidth) if far_share else 0.0,
+        within.latency_s + largest * (1 - far_share) / within.bandwidth,
+        (across.latency_s + largest * far_share / across.bandwidth) if far_share else 0.0,
     )
-    exposed = travel + (num_waves - 1) * max(0.0, travel - computed_s)
     copied = 4 * largest / hardware.copy_bandwidth  # pack and unpack, each reads and writes
-    return _Exchange(exposed, copied)
+    return _Exchange(travel, copied)
 
 
 def _sum_traffic(

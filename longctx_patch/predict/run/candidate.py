@@ -130,7 +130,7 @@ class Candidate:
     """How attention and recurrences run, and what is kept, recomputed and moved to the host."""
 
     setting: Setting
-    """Degrees, plans and waves."""
+    """Degrees and plans."""
     checkpoint: str
     """The policy that the config names: none, attention, offload, full or auto."""
     policies: tuple[LayerPolicy, ...]

@@ -270,7 +270,7 @@ def _host_seconds(
         (HOST_FSDP_S[1], attention.backward, layers_s - forward_s),
     ):
         sharding_s = shape.num_layers * of_fsdp if job.fsdp else 0.0
-        mixers_s = shape.num_attending * (HOST_IN_STEP * found.host_s + found.host_waves_s)
+        mixers_s = shape.num_attending * (HOST_IN_STEP * found.host_s + found.host_ulysses_s)
         waits_s += max(0.0, runs_s + sharding_s + mixers_s - on_gpus_s)
     return waits_s
 

@@ -78,7 +78,7 @@ def train_families(rank: int, num_ranks: int) -> dict[str, Step]:
     for number, family in enumerate(families, start=num_ranks):
         ulysses, ring = pairs[number % len(pairs)]
         model = featured_model(family)
-        config = LongContextConfig(ulysses_degree=ulysses, ring_degree=ring, ulysses_waves=2)
+        config = LongContextConfig(ulysses_degree=ulysses, ring_degree=ring)
         steps[family] = sharded_step(model, collated(patch(model, config), token_rows()))
     return steps if rank == 0 else {}
 

@@ -47,7 +47,7 @@ ATTENTION_ALONE = replace(
     host_forward_s=0,
     host_backward_s=0,
     host_exchange_s=0,
-    host_wave_s=0,
+    host_ulysses_s=0,
     host_message_s=0,
 )
 FREE_KERNELS = replace(ATTENTION_ALONE, kernels=kernels(inf))
