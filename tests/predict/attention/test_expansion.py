@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from longctx_patch.choose.degrees import Way, best_way
 from longctx_patch.engine.call import CallShape
 from longctx_patch.hf.model.facts import ModelFacts
 from longctx_patch.plans import Direction
@@ -50,12 +49,6 @@ def test_ulysses_expands_own_tokens_once(direction: Direction, products: int) ->
     ulysses = Setting(plan="zigzag", layout="zigzag", ring_degree=1, ulysses_degree=4)
     expected = products * ROW_S * 65536 / 4
     assert extra(ulysses, direction) == pytest.approx((expected, expected), rel=1e-3)
-
-
-def test_a_tie_goes_to_heads_where_latents_take_time_to_expand() -> None:
-    layers = replace(PLAIN, num_tokens=16384, batch=1)
-    assert best_way({layers: 1}, H100, 2) == Way(1, 2)
-    assert best_way({replace(layers, expansion=EXPANDED.expansion): 1}, H100, 2) == Way(2, 1)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "minicpm3"])
