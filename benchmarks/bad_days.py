@@ -33,13 +33,13 @@ from unittest.mock import patch
 import torch
 from model_shapes import model_config
 
+from longctx_patch.checkpoints.keeper import Keeper
 from longctx_patch.health.finite import FiniteSteps
 from longctx_patch.health.replicas import ReplicaCheck
 from longctx_patch.health.step_numbers import StepNumbers, gathered
 from longctx_patch.health.watchdog import Watchdog
 from longctx_patch.memory.random_state import RandomState
 from longctx_patch.recipes import finetune
-from longctx_patch.recipes.saving.keeper import Keeper
 
 BLOCK = 10
 """Steps with the guards, then as many without."""

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from longctx_patch.recipes.saving.signals import stop_signals
+from longctx_patch.checkpoints.signals import stop_signals
 
 LEFT_TO_TORCH = "SIGINT,SIGQUIT"
 """Signals that torch's launcher handles itself, as its option `signals_to_handle`."""

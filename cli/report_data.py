@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from longctx_patch.checkpoints.names import FLIGHT
+from longctx_patch.checkpoints.series import FLIGHT
 from longctx_patch.recipes.metrics import METRICS_FILE, whole_lines
 from longctx_patch.recipes.run_record import FAILURE_FILE, SETTINGS_FILES
 from longctx_patch.recipes.yaml_file import read_yaml
@@ -150,11 +150,11 @@ def _state(
 ) -> str:
     last = int(max((points[-1][0] for points in series.values()), default=0))
     of = f" of {total}" if isinstance(total, int) and total > 0 else ""
-    from longctx_patch.recipes.saving.lock import job_of  # imports torch
+    from longctx_patch.checkpoints.lock import job_of  # imports torch
 
-    job, holder = job_of(output)
-    if holder:
-        return f"Goes on: step {last}{of}; process {holder.pid} on {holder.host} writes there."
+    job, is_held = job_of(output)
+    if is_held:
+        return f"Goes on: step {last}{of}; {job or 'another process'} writes there."
     if failure := _json(output / FAILURE_FILE):
         return (
             f"Failed after step {last}{of}: {failure.get('error')} (rank {failure.get('rank')}, "

@@ -267,9 +267,9 @@ def _launch(arguments: Any, recipe: str) -> None:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from longctx_patch.checkpoints.signals import STOPPED
     from longctx_patch.cli.hand_on import handing_signals_on
     from longctx_patch.recipes.launch import INTERRUPTED
-    from longctx_patch.recipes.saving.signals import STOPPED
 
     try:
         with handing_signals_on():

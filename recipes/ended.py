@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from longctx_patch.checkpoints.choosing import complete
+from longctx_patch.checkpoints.fingerprint import Change, Fingerprint, changes, plain
+from longctx_patch.checkpoints.run_folder import Output
 from longctx_patch.plugin.together import of_all_ranks, own_rank, refuse_together
 from longctx_patch.recipes.identity import defaults_of
 from longctx_patch.recipes.run_record import ended_record
-from longctx_patch.recipes.saving.fingerprint import Change, Fingerprint, changes, plain
-from longctx_patch.recipes.saving.output import Output
 
 
 def is_over(output: Output, now: Fingerprint, settings: Any, length: Mapping[str, object]) -> bool:
@@ -32,7 +31,7 @@ def is_over(output: Output, now: Fingerprint, settings: Any, length: Mapping[str
         others = _others(record, plain(now), settings)
         if others:
             problems.append(_another(output.folder, others, is_longer=not over))
-        elif not over and not complete(output.checkpoints):
+        elif not over and not output.checkpoints.complete():
             problems.append(_no_checkpoint(output.folder))
     refuse_together(problems)
     return of_all_ranks(over)[0]

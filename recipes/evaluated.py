@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from longctx_patch.checkpoints.choosing import complete
-from longctx_patch.checkpoints.names import steps_of, trainer_checkpoints_of
+from longctx_patch.checkpoints.series import steps_of, trainer_checkpoints_of
 from longctx_patch.hf.model.load import is_bare_config, load_model_config
 from longctx_patch.hf.model.rope_facts import reach_problem, reachable_length
 from longctx_patch.hf.model.text_part import auto_class
@@ -100,8 +99,8 @@ def _of_run(folder: Path, settings: Path | None) -> Evaluated:
 def _newest(output: Path) -> Path | None:
     """The folder with the newest trained model: final/ of a run that has ended, else a
     checkpoint's, else final/."""
-    ours = (each.path / "model" for each in reversed(complete(steps_of(output))))
-    others = (each.path for each in reversed(complete(trainer_checkpoints_of(output))))
+    ours = (each.path / "model" for each in reversed(steps_of(output).complete()))
+    others = (each.path for each in reversed(trainer_checkpoints_of(output).complete()))
     final = output / "final"
     places = [final, *ours, *others] if ended_record(output) else [*ours, *others, final]
     return next((place for place in places if _has_weights(place)), None)

@@ -6,10 +6,10 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from longctx_patch.checkpoints.train_state import without_frozen
 from longctx_patch.health.weights import check_saved_weights
 from longctx_patch.recipes.model_card import how_to_load, mark_adapter
 from longctx_patch.recipes.model_config import add_older_rope_names, write_config
-from longctx_patch.recipes.saving.snapshot import without_frozen
 
 
 def export_model(

@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from longctx_patch.checkpoints.train_state import write_run
+from longctx_patch.checkpoints.whole_files import replaced
 from longctx_patch.recipes.exporting import export_model
 from longctx_patch.recipes.model_card import ADAPTER_FILE, Card, ending, write_card
 from longctx_patch.recipes.run_record import mark_ended
-from longctx_patch.recipes.saving.replacing import replaced
-from longctx_patch.recipes.saving.writing import write_run
 
 
 def write_final(

@@ -26,8 +26,13 @@ from transformers.utils.logging import disable_progress_bar
 
 # Absolute imports: they still hold in a copy of this file.
 from longctx_patch import PatchHandle, patch
-from longctx_patch.checkpoints.names import FLIGHT, steps_of
-from longctx_patch.checkpoints.retention import Retention
+from longctx_patch.checkpoints import lock
+from longctx_patch.checkpoints.disk import explained_disk
+from longctx_patch.checkpoints.keeper import Keeper
+from longctx_patch.checkpoints.run_folder import Output, make_output
+from longctx_patch.checkpoints.series import FLIGHT, Retention, steps_of
+from longctx_patch.checkpoints.signals import StopSignals
+from longctx_patch.checkpoints.train_state import TrainState, load_checkpoint
 from longctx_patch.health.agreement import model_facts, require_agreement
 from longctx_patch.health.finite import FiniteSteps
 from longctx_patch.health.pace import PaceCheck
@@ -68,13 +73,6 @@ from longctx_patch.recipes.run_record import (
     say_ended,
     write_record,
 )
-from longctx_patch.recipes.saving import lock
-from longctx_patch.recipes.saving.disk import explained_disk
-from longctx_patch.recipes.saving.keeper import Keeper
-from longctx_patch.recipes.saving.output import Output, make_output
-from longctx_patch.recipes.saving.reading import load_checkpoint
-from longctx_patch.recipes.saving.signals import StopSignals
-from longctx_patch.recipes.saving.state import TrainState
 from longctx_patch.recipes.settings import Settings, parse_settings, settings_file
 from longctx_patch.recipes.stages import Stages, launched_at
 from longctx_patch.recipes.train_step import evaluate, train_step

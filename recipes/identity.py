@@ -8,18 +8,20 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
+from longctx_patch.checkpoints.fingerprint import (
+    Fingerprint,
+    config_fields,
+    plain,
+    problems,
+    samples_of,
+    tokenizer_digest,
+)
+from longctx_patch.checkpoints.train_state import read_run
 from longctx_patch.health.agreement import versions
 from longctx_patch.hf.model.load import is_bare_config
 from longctx_patch.plugin.together import own_rank, refuse_together
 from longctx_patch.recipes.data.sources import parts_of
 from longctx_patch.recipes.models import WEIGHT_FILES
-from longctx_patch.recipes.saving.fingerprint import Fingerprint, plain, problems
-from longctx_patch.recipes.saving.reading import fingerprint_of, step_of
-from longctx_patch.recipes.saving.sources import (
-    config_fields,
-    samples_of,
-    tokenizer_digest,
-)
 from longctx_patch.recipes.settings import PARALLELISM, ModelSettings
 
 # Settings that may differ between a run and its resumption without changing any number.
@@ -100,10 +102,10 @@ def check_fingerprint(checkpoint: Path | None, now: Fingerprint, settings: Any) 
     """
     found: list[str] = []
     if own_rank() == 0 and checkpoint is not None:
-        then, allowed = fingerprint_of(checkpoint), settings.allow_change
+        run, allowed = read_run(checkpoint), settings.allow_change
         had = defaults_of(type(settings))
-        found = [*problems(checkpoint, then, now, allowed=allowed, defaults=had)]
-        done, most = step_of(checkpoint), now["exact"]["max_steps"]
+        found = [*problems(checkpoint, run["fingerprint"], now, allowed=allowed, defaults=had)]
+        done, most = run["step"], now["exact"]["max_steps"]
         if 0 < most < done:
             found.append(
                 f"resume: {checkpoint} has {done} steps, and max_steps={most}: no step can be "

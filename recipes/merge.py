@@ -18,15 +18,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, PreTrainedConfig
 
+from longctx_patch.checkpoints.fingerprint import samples_of
+from longctx_patch.checkpoints.train_state import RUN_FILE, read_run
 from longctx_patch.hf.model.load import load_model_config
 from longctx_patch.hf.model.stored_tensors import INDEX, files_of_index
 from longctx_patch.recipes.adapter import AdapterOverBase, load_adapter_config
 from longctx_patch.recipes.model_card import ADAPTER_FILE
 from longctx_patch.recipes.model_config import write_config
 from longctx_patch.recipes.models import is_bare_config
-from longctx_patch.recipes.saving.reading import fingerprint_of
-from longctx_patch.recipes.saving.sources import samples_of
-from longctx_patch.recipes.saving.writing import RUN_FILE
 
 TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
@@ -162,7 +161,7 @@ def _check_base(adapter_folder: Path, source: Path, names: set[str]) -> None:
     """Raise ValueError where samples of the base's files differ from those of the run. An adapter
     that no recipe has written says nothing of them."""
     runs = [path for path in (adapter_folder, adapter_folder.parent) if (path / RUN_FILE).is_file()]
-    then = fingerprint_of(runs[0]).get("weights", {}) if runs else {}
+    then = read_run(runs[0])["fingerprint"].get("weights", {}) if runs else {}
     now = samples_of(source / name for name in names) if then else {}
     odd = next((name for name in sorted(now) if now[name] != then.get(name)), None)
     if odd is not None:

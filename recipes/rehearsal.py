@@ -5,10 +5,10 @@ from typing import Any
 import torch
 
 from longctx_patch import PatchHandle
+from longctx_patch.checkpoints.train_state import TrainState
 from longctx_patch.hf.preflight import preflight
 from longctx_patch.loss.law import count_valid_tokens
 from longctx_patch.recipes.run_batches import Data, micro_batches
-from longctx_patch.recipes.saving.state import TrainState
 from longctx_patch.recipes.train_step import gradients_stay_local
 
 

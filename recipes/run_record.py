@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from longctx_patch.checkpoints.files import write_whole
+from longctx_patch.checkpoints.whole_files import write_whole
 from longctx_patch.health.last_words import without_advice
 
 RECORD_FILE, FAILURE_FILE = "settings.json", "failure.json"

@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from longctx_patch.checkpoints.run_folder import ResumeName, resume_name
 from longctx_patch.config import LongContextConfig
 from longctx_patch.evaluation.tasks import TASKS
 from longctx_patch.health.finite import check_guard_settings
@@ -25,7 +26,6 @@ from longctx_patch.recipes.also_train import ALSO_TRAINED, also_trained
 from longctx_patch.recipes.context import ContextSettings
 from longctx_patch.recipes.lengths import LengthStage, read_stages, stages_text
 from longctx_patch.recipes.mixture import read_mixture
-from longctx_patch.recipes.saving.output import ResumeName, resume_name
 from longctx_patch.recipes.settings_file import (
     SettingsParser,
     file_and_flags,

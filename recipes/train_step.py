@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
+from longctx_patch.checkpoints.signals import StopSignals
+from longctx_patch.checkpoints.train_state import TrainState
 from longctx_patch.health.finite import FiniteSteps
 from longctx_patch.health.where import Pass, source_of
 from longctx_patch.hf.handle import evaluation_mode
 from longctx_patch.loss.law import IGNORE_INDEX, count_valid_tokens
 from longctx_patch.memory.random_state import RandomState
 from longctx_patch.recipes.metrics import peak_memory_bytes
-from longctx_patch.recipes.saving.signals import StopSignals
-from longctx_patch.recipes.saving.state import TrainState
 
 
 def train_step(

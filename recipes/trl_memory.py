@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from longctx_patch.checkpoints.train_state import TrainState
 from longctx_patch.hf.preflight import preflight
 from longctx_patch.plugin import states_on_host
 from longctx_patch.recipes.data.token_table import longest_row_first
 from longctx_patch.recipes.memory_report import explained
 from longctx_patch.recipes.rehearsal import states_to_come
-from longctx_patch.recipes.saving.state import TrainState
 from longctx_patch.recipes.settings import ModelSettings, Parallelism, Settings
 from longctx_patch.recipes.stages import Stages
 from longctx_patch.recipes.train_step import gradients_stay_local

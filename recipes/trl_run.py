@@ -13,7 +13,11 @@ from typing import Any, NamedTuple
 from accelerate.utils import set_seed
 from transformers import EarlyStoppingCallback
 
-from longctx_patch.checkpoints.names import FLIGHT, trainer_checkpoints_of
+from longctx_patch.checkpoints import lock
+from longctx_patch.checkpoints.disk import explained_disk
+from longctx_patch.checkpoints.run_folder import make_output
+from longctx_patch.checkpoints.series import FLIGHT, trainer_checkpoints_of
+from longctx_patch.checkpoints.signals import StopSignals
 from longctx_patch.health.watchdog import Watchdog
 from longctx_patch.hf.layers.fused_layers import (
     choose_fused_layers,
@@ -38,10 +42,6 @@ from longctx_patch.recipes.run_record import (
     say_ended,
     write_record,
 )
-from longctx_patch.recipes.saving import lock
-from longctx_patch.recipes.saving.disk import explained_disk
-from longctx_patch.recipes.saving.output import make_output
-from longctx_patch.recipes.saving.signals import StopSignals
 from longctx_patch.recipes.settings import DtypeName
 from longctx_patch.recipes.settings_file import file_and_flags
 from longctx_patch.recipes.stages import Stages, launched_at

@@ -6,12 +6,12 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from longctx_patch.checkpoints.names import trainer_checkpoints_of
+from longctx_patch.checkpoints.run_folder import Output
+from longctx_patch.checkpoints.series import trainer_checkpoints_of
+from longctx_patch.checkpoints.signals import Agreement, StopSignals
+from longctx_patch.checkpoints.train_state import write_run
 from longctx_patch.plugin.together import own_rank
 from longctx_patch.recipes.run_record import RECORD_FILE
-from longctx_patch.recipes.saving.output import Output
-from longctx_patch.recipes.saving.signals import Agreement, StopSignals
-from longctx_patch.recipes.saving.writing import write_run
 from longctx_patch.recipes.trl_settings import TrlSettings
 
 

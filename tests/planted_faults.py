@@ -106,7 +106,7 @@ FAULTS = (
         "longctx_patch/checkpoints/manifest.py",
         'return "" if found == record.sha256 else',
         'return "" if found else',
-        "tests/recipes/saving/test_damage.py",
+        "tests/recipes/test_damage.py",
     ),
 )
 

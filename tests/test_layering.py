@@ -36,7 +36,7 @@ FLOORS = (
     ("trainer",),
     ("__init__",),
     ("verification", "diagnosis"),
-    ("recipes/data", "recipes/saving"),
+    ("recipes/data",),
     ("recipes",),
     ("cli",),
 )

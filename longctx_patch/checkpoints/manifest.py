@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from longctx_patch.plugin.together import num_ranks, of_all_ranks, own_rank
 
-from .files import sync_folder, write_whole
+from .whole_files import sync_folder, write_whole
 
 MANIFEST = "manifest.json"
 FORMAT = 1

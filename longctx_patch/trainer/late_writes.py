@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers import PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
-from longctx_patch.checkpoints.beside import BesideTraining
-from longctx_patch.checkpoints.copies import bytes_here
+from longctx_patch.checkpoints.background import BesideTraining, bytes_here
 from longctx_patch.checkpoints.states import write_states
 from longctx_patch.health.limits import TimeLimits
 from longctx_patch.health.watchdog import Watchdog

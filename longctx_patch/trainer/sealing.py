@@ -16,12 +16,18 @@ from typing import Any
 from torch.distributed import ProcessGroup
 from transformers.trainer import TRAINER_STATE_NAME
 
-from longctx_patch.checkpoints.choosing import complete, newest_good, problems_in
 from longctx_patch.checkpoints.manifest import MANIFEST, MISSING, begin, seal
-from longctx_patch.checkpoints.names import trainer_checkpoints_of
-from longctx_patch.checkpoints.places import keep_others
 from longctx_patch.checkpoints.plain_pickle import not_plain
-from longctx_patch.checkpoints.retention import Retention, delete, delete_old
+from longctx_patch.checkpoints.series import (
+    Retention,
+    delete,
+    delete_old,
+    first_of,
+    keep_others,
+    newest_good,
+    problems_in,
+    trainer_checkpoints_of,
+)
 from longctx_patch.health.watchdog import Watchdog
 from longctx_patch.plugin.together import of_all_ranks, own_rank, refuse_together
 from longctx_patch.trainer.late_writes import LateWritesMixin, Write, beside_training
@@ -166,7 +172,7 @@ class SealedCheckpointsMixin(LateWritesMixin):
         if own_rank() == 0 and (best := self.state.best_model_checkpoint) is not None:
             series = trainer_checkpoints_of(self._get_output_dir(trial))
             every, spared = self._keep_every, Path(best).resolve()
-            others = [each for each in complete(series) if each.path.resolve() != spared]
+            others = [each for each in series.complete() if each.path.resolve() != spared]
             delete(series, [each.path for each in others if not (every and each.step % every == 0)])
         return output
 
@@ -287,7 +293,6 @@ def _problems_of_states(folder: Path) -> list[str]:
 
 def _refusal(folder: Path, problems: list[str]) -> str:
     """Why no run goes on from a checkpoint, and from which one it can. Collective."""
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     beside = of_all_ranks(trainer_checkpoints_of(folder.parent).found())[0]
     others = (each.path for each in reversed(beside) if each.path.name != folder.name)
     whole = next((path for path in others if not _problems(path)), None)
@@ -296,4 +301,4 @@ def _refusal(folder: Path, problems: list[str]) -> str:
         if whole is None
         else f"The newest whole one is {whole}: train(resume_from_checkpoint={str(whole)!r})."
     )
-    return f"resume_from_checkpoint: {folder} is not whole: {problems[0]}{more}. {advice}"
+    return f"resume_from_checkpoint: {folder} is not whole: {first_of(problems)}. {advice}"

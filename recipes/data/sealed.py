@@ -12,7 +12,7 @@ from typing import Any
 
 import xxhash
 
-from longctx_patch.checkpoints.files import write_whole
+from longctx_patch.checkpoints.whole_files import write_whole
 
 SEAL = "sealed.json"
 BLOCK_BYTES = 2**18

@@ -11,7 +11,7 @@ import datasets.config
 import numpy as np
 from filelock import FileLock
 
-from longctx_patch.checkpoints.files import write_whole
+from longctx_patch.checkpoints.whole_files import write_whole
 from longctx_patch.recipes.data.sealed import seal, what_changed
 
 Arrays = Mapping[str, np.ndarray]

@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from longctx_patch.checkpoints.choosing import newest_good
 from longctx_patch.checkpoints.manifest import MANIFEST, problems_of, seal
-from longctx_patch.checkpoints.names import Series, steps_of
 from longctx_patch.checkpoints.plain_pickle import MetadataReader, NotPlain, load_plain
+from longctx_patch.checkpoints.series import Series, newest_good, steps_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -94,7 +93,7 @@ def test_nothing_is_unpickled_of_a_file_with_another_checksum(
         looked_into.append(folder)
         return []
 
-    monkeypatch.setattr("longctx_patch.checkpoints.choosing.not_plain", look)
+    monkeypatch.setattr("longctx_patch.checkpoints.series.not_plain", look)
     (series.path_of(2) / "state/.metadata").write_bytes(pickle.dumps(Evil(tmp_path / "x")))
     assert newest_good(series, lambda _: None) == series.path_of(1)
     assert looked_into == [series.path_of(1)]

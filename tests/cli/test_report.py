@@ -4,18 +4,17 @@ import json
 import os
 import re
 import socket
-from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from longctx_patch.checkpoints.lock import held
 from longctx_patch.cli.report import MOST_POINTS, page
 from longctx_patch.cli.report_data import read_run
 from longctx_patch.recipes.metrics import MetricsFile
 from longctx_patch.recipes.run_record import noting_failure, write_record
-from longctx_patch.recipes.saving.lock import Process
 from tests.cli.conftest import Run
 
 
@@ -149,14 +148,13 @@ def test_how_a_run_ended(run: Run, tmp_path: Path) -> None:
     write_record(tmp_path, {"max_steps": 9}, 2)  # it was started again
     assert run("report", tmp_path).output.startswith("Not finished: step 2 of 9")
 
-    gone = {"host": socket.gethostname(), "pid": 2**22 + 1, "started": 1.0}
-    lock = tmp_path / ".lock"
-    lock.write_text(json.dumps({"processes": [gone], "launched": 1.0}))
+    gone = {"host": socket.gethostname(), "pid": 2**22 + 1, "launched": 1.0}
+    (tmp_path / ".lock").write_text(json.dumps(gone))
     assert (
         "Interrupted after step 2 of 9: its processes were ended" in run("report", tmp_path).output
     )
-    lock.write_text(json.dumps({"processes": [asdict(Process.own())], "launched": 1.0}))
-    said = run("report", tmp_path).output
+    with held(tmp_path, launched=1.0, say=print):
+        said = run("report", tmp_path).output
     assert f"Goes on: step 2 of 9; process {os.getpid()} on " in said
     (tmp_path / "flight").mkdir()
     (tmp_path / "flight" / "rank_1.json").write_text('{"rank": 1, "reason": "waits for rank 0"}')

@@ -14,7 +14,7 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from longctx_patch import LongContextConfig, LongContextTrainer, TimeLimits, Watchdog
-from longctx_patch.checkpoints.names import trainer_checkpoints_of
+from longctx_patch.checkpoints.series import trainer_checkpoints_of
 from tests.faults.plant import SAVE_EVERY, STEPS
 from tests.tiny_llama import TINY_LLAMA
 

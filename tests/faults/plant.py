@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import Trainer
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from longctx_patch.checkpoints.beside import BesideTraining
+from longctx_patch.checkpoints.background import BesideTraining
 
 Kind = Literal[
     "kill",

@@ -12,15 +12,13 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
+from longctx_patch.checkpoints.keeper import Keeper
 from longctx_patch.checkpoints.manifest import MANIFEST
-from longctx_patch.checkpoints.names import steps_of
-from longctx_patch.checkpoints.retention import Retention
+from longctx_patch.checkpoints.series import Retention, steps_of
+from longctx_patch.checkpoints.train_state import TrainState, load_checkpoint
 from longctx_patch.recipes.exporting import write_model
 from longctx_patch.recipes.models import byte_tokenizer
-from longctx_patch.recipes.saving.keeper import Keeper
-from longctx_patch.recipes.saving.reading import load_checkpoint
-from longctx_patch.recipes.saving.state import TrainState
-from tests.recipes.saving.small_state import state_of, tiny_model, train
+from tests.checkpoints.small_state import state_of, tiny_model, train
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")

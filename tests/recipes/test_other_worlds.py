@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from longctx_patch.checkpoints.names import steps_of
 from longctx_patch.checkpoints.plain_pickle import MetadataReader
+from longctx_patch.checkpoints.series import steps_of
 from longctx_patch.recipes import finetune, models
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.settings import parse_settings

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from longctx_patch import TimeLimits, Watchdog
-from longctx_patch.checkpoints.choosing import complete
-from longctx_patch.checkpoints.names import trainer_checkpoints_of
+from longctx_patch.checkpoints.series import trainer_checkpoints_of
 from longctx_patch.health import pace
 from longctx_patch.health.replicas import ReplicasDivergedError
 from longctx_patch.recipes.metrics import read_metrics
@@ -110,7 +109,7 @@ def test_ranks_that_disagree_or_diverge_under_a_trainer(tmp_path: Path) -> None:
     assert "All of them were alike after step 3, and nothing has been saved since" in unsaved
     assert at == 6
     saved = trainer_checkpoints_of(tmp_path / "saved")
-    assert [each.step for each in complete(saved)] == [3]
+    assert [each.step for each in saved.complete()] == [3]
     assert not saved.path_of(6).exists()
     evaluation = "an evaluation after step 2"
     (slow,) = (line for line in read_metrics(tmp_path / "marked") if "slow_ranks" in line)

@@ -1,7 +1,5 @@
 """A run goes on as one run, or says by name what it changes."""
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,21 +7,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, set_seed
 
-from longctx_patch.health.agreement import versions
-from longctx_patch.recipes import finetune, identity
-from longctx_patch.recipes.models import byte_tokenizer
-from longctx_patch.recipes.saving.fingerprint import problems
-from longctx_patch.recipes.saving.sources import (
+from longctx_patch.checkpoints.fingerprint import (
     SAMPLE_BYTES,
     UNKNOWN_REVISION,
+    problems,
     revision_of,
     sample_of,
     samples_of,
     tokenizer_digest,
 )
-from tests.tiny_llama import TINY_LLAMA
+from longctx_patch.recipes.models import byte_tokenizer
 
 EXACT: dict[str, Any] = {"scheduler": "cosine", "lora_dropout": 0.1, "rows": "ab"}
 RUN: dict[str, Any] = {
@@ -183,53 +177,3 @@ def test_a_tokenizer_is_known_by_what_it_does() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.pad_token = "<eos>"
     assert tokenizer_digest(tokenizer) != digest
-
-
-def resave_weights(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_seed(1)
-    AutoModelForCausalLM.from_config(LlamaConfig(**TINY_LLAMA)).save_pretrained(model)
-
-
-def change_config(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = model / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"rms_norm_eps": 1e-3}))
-
-
-def change_version(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(identity, "versions", lambda: versions() | {"peft": "0.1"})
-
-
-def change_text(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = model.parent / "text.txt"
-    file.write_text(file.read_text().replace("12 times", "13 times"))
-
-
-@pytest.mark.parametrize(
-    ("change", "name", "words"),
-    [
-        (resave_weights, "weights", r"weights.model.safetensors is '.* bytes, sample"),
-        (change_config, "config.rms_norm_eps", "rms_norm_eps is 0.001, the run has 1e-0[56]"),
-        (change_version, "versions.peft", "versions.peft is '0.1', the run has"),
-        (change_text, "rows", "(?s)rows is '.*data text.txt: .* bytes"),
-    ],
-)
-def test_what_changes_between_a_stop_and_its_resumption_is_refused(
-    change: Callable[..., None],
-    name: str,
-    words: str,
-    tmp_path: Path,
-    text_file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    set_seed(0)
-    model = tmp_path / "base"
-    AutoModelForCausalLM.from_config(LlamaConfig(**TINY_LLAMA)).save_pretrained(model)
-    command = [f"--model={model}", "--tokenizer=bytes", f"--text={text_file}", "--seq-len=64"]
-    command += [f"--output={tmp_path / 'out'}", "--save-every=2", "--max-steps=3"]
-    finetune.main(command)
-    finetune.main([*command, "--resume"])
-    change(model, monkeypatch)
-    with pytest.raises(ValueError, match=words) as refused:
-        finetune.main([*command, "--resume"])
-    assert f"--allow-change {name}" in str(refused.value)
-    finetune.main([*command, "--resume", "--allow-change", name])

@@ -1,7 +1,4 @@
-"""A folder that is there in full or not at all, also where a kill ends the process that writes it.
-
-No run and no library finds half a model in `final/`: it gets its name when every file is on disk.
-"""
+"""Files and folders that are either there in full or not at all, also after a loss of power."""
 
 import os
 import shutil
@@ -9,12 +6,30 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from longctx_patch.checkpoints.files import sync_folder
-from longctx_patch.checkpoints.names import ASIDE
 from longctx_patch.plugin.together import of_all_ranks, own_rank
 
-BEFORE = ".before"
-"""Behind the name of the folder that is replaced, for a moment."""
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file under another name, sync it, and give it its name: readers see all or nothing.
+
+    When this returns, the file and its name are on disk.
+    """
+    beside = path.with_name(f"{path.name}.tmp")
+    with beside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to disk."""
+    place = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(place)
+    finally:
+        os.close(place)
 
 
 @contextmanager
@@ -24,7 +39,7 @@ def replaced(folder: Path) -> Iterator[Path]:
 
     Every process calls this, and writes what it has to.
     """
-    beside = folder.with_name(folder.name + ASIDE[1])
+    beside = folder.with_name(f"{folder.name}.incomplete")
     if own_rank() == 0:
         _remove(beside)  # of a run that was ended while it wrote
         beside.mkdir(parents=True)
@@ -38,7 +53,7 @@ def replaced(folder: Path) -> Iterator[Path]:
 
 
 def _exchange(new: Path, folder: Path) -> None:
-    before = folder.with_name(folder.name + BEFORE)
+    before = folder.with_name(f"{folder.name}.before")
     _remove(before)
     if folder.exists() or folder.is_symlink():
         folder.rename(before)

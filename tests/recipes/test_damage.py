@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from longctx_patch.checkpoints.choosing import newest_good
 from longctx_patch.checkpoints.manifest import MANIFEST, names_in, seal
-from longctx_patch.checkpoints.names import Series, steps_of
+from longctx_patch.checkpoints.series import Series, newest_good, steps_of
 from longctx_patch.plugin.together import own_rank
 from longctx_patch.recipes import finetune
 from longctx_patch.recipes.metrics import read_metrics
@@ -92,7 +91,7 @@ def test_every_damage_of_every_file_is_named_and_the_one_before_is_taken(
         said: list[str] = []
         with monkeypatch.context() as looked:
             looked.setattr(
-                "longctx_patch.checkpoints.choosing.not_plain",
+                "longctx_patch.checkpoints.series.not_plain",
                 lambda folder: [] if folder.name == "step_000002" else [f"{folder} was unpickled"],
             )
             assert newest_good(series, said.append) == series.path_of(2)

@@ -12,12 +12,11 @@ import psutil
 import pytest
 import yaml
 
-from longctx_patch.checkpoints.choosing import complete
-from longctx_patch.checkpoints.names import steps_of
+from longctx_patch.checkpoints.series import steps_of
+from longctx_patch.checkpoints.signals import SAME_S, Agreement, StopSignals, stop_signals
 from longctx_patch.plugin.launch_yaml import accelerate_yaml
 from longctx_patch.recipes import finetune
 from longctx_patch.recipes.metrics import read_metrics
-from longctx_patch.recipes.saving.signals import SAME_S, Agreement, StopSignals, stop_signals
 from tests.harness import run_distributed
 from tests.launching import start_forked, start_longctx
 
@@ -107,12 +106,12 @@ def test_a_run_saves_and_ends_after_the_step(
     with pytest.raises(SystemExit) as ended:
         finetune.main([*command, f"--output={output}", "--resume", "auto"])
     assert ended.value.code == 128 + number
-    assert [each.step for each in complete(steps_of(output))] == [2]
+    assert [each.step for each in steps_of(output).complete()] == [2]
     assert f"stopped by {number.name} after step 2" in capsys.readouterr().out
     assert not (output / "final").exists()
     finetune.main([*command, f"--output={output}", "--resume", "auto"])
     assert numbers(output) == numbers(tmp_path / "whole")
-    assert [each.step for each in complete(steps_of(output))] == [2, 4]
+    assert [each.step for each in steps_of(output).complete()] == [2, 4]
     weights = Path("final/adapter_model.safetensors")
     assert (output / weights).read_bytes() == (tmp_path / "whole" / weights).read_bytes()
 
@@ -164,7 +163,7 @@ def test_longctx_train_hands_signals_on(
     said = (tmp_path / "said").read_text()
     assert job.exitcode == 128 + number, said
     assert "Traceback" not in said
-    (saved,) = complete(steps_of(output))
+    (saved,) = steps_of(output).complete()
     assert saved.step == len(read_metrics(output))
     assert said.count(f"stopped by {number.name} after step {saved.step}") == 1
     assert not list(output.glob(".lock"))
@@ -198,6 +197,6 @@ def test_a_closed_terminal_saves_the_run(
         assert job.exitcode == 129
     finally:
         job.kill()
-    (saved,) = complete(steps_of(output))
+    (saved,) = steps_of(output).complete()
     assert saved.step == len(read_metrics(output))
     assert not list(output.glob(".lock"))

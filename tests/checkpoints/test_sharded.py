@@ -16,19 +16,17 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from longctx_patch import LongContextConfig, close_accelerator, make_accelerator
+from longctx_patch.checkpoints.keeper import Keeper
 from longctx_patch.checkpoints.manifest import MANIFEST
-from longctx_patch.checkpoints.names import steps_of
-from longctx_patch.checkpoints.retention import Retention
-from longctx_patch.checkpoints.states import WRITERS, Writer
+from longctx_patch.checkpoints.run_folder import make_output
+from longctx_patch.checkpoints.series import Retention, steps_of
+from longctx_patch.checkpoints.states import Writer
+from longctx_patch.checkpoints.train_state import TrainState, load_checkpoint
 from longctx_patch.recipes.exporting import export_model, write_model
 from longctx_patch.recipes.models import byte_tokenizer
-from longctx_patch.recipes.saving.keeper import Keeper
-from longctx_patch.recipes.saving.output import make_output
-from longctx_patch.recipes.saving.reading import load_checkpoint
-from longctx_patch.recipes.saving.state import TrainState
+from tests.checkpoints.small_state import state_of, tiny_model, train
 from tests.harness import run_distributed
 from tests.plugin.launched import run_launched
-from tests.recipes.saving.small_state import state_of, tiny_model, train
 
 
 def sharded_state(*, lora: bool) -> TrainState:
@@ -127,7 +125,6 @@ def test_sharded_models_go_on_exactly_and_are_saved_whole(tmp_path: Path) -> Non
     assert all("lora_" in name for name in kept if name.startswith("model."))
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_what_one_thread_could_not_write_is_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,7 +138,7 @@ def test_what_one_thread_could_not_write_is_no_checkpoint(
 
     monkeypatch.setattr(filesystem, "_write_item", fails_beside)
     states = {str(number): torch.zeros(100) for number in range(8)}
-    writer = Writer(tmp_path / "state", thread_count=WRITERS)
+    writer = Writer(tmp_path / "state")
     with pytest.raises(CheckpointException, match="states could not be written to"):
         dcp.save(states, storage_writer=writer, no_dist=True)
 

@@ -11,16 +11,13 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from longctx_patch.checkpoints.beside import BesideTraining
-from longctx_patch.checkpoints.names import Series
-from longctx_patch.checkpoints.retention import Retention, delete_old
 from longctx_patch.health.replicas import ReplicaCheck
 from longctx_patch.health.weights import check_saved_weights
 from longctx_patch.plugin.together import own_rank
 
-from .snapshot import Snapshot, shared_snapshot
-from .state import TrainState
-from .writing import WriteModel, write_checkpoint
+from .background import BesideTraining
+from .series import Retention, Series, delete_old
+from .train_state import Snapshot, TrainState, WriteModel, shared_snapshot, write_checkpoint
 
 
 class Keeper:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, get_scheduler, set_seed
 
-from longctx_patch.recipes.saving.state import TrainState
+from longctx_patch.checkpoints.train_state import TrainState
 from tests.tiny_llama import TINY_LLAMA
 
 

@@ -1,17 +1,14 @@
-"""`final/` is whole or not there: of a run that is ended while it writes it, nothing is loaded."""
+"""A folder is whole or not there: of a run that is ended while it writes it, nothing is loaded."""
 
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from longctx_patch.recipes import final_model, finetune
-from longctx_patch.recipes.saving import replacing
-from longctx_patch.recipes.saving.disk import CantWriteError
-from longctx_patch.recipes.saving.replacing import replaced
+from longctx_patch.checkpoints import whole_files
+from longctx_patch.checkpoints.whole_files import replaced
 
 
 def content(folder: Path) -> dict[str, str]:
@@ -79,37 +76,10 @@ def test_an_end_at_any_moment_leaves_a_whole_folder_or_none(
             if moment == "written" or folder == tmp_path:
                 raise KeyboardInterrupt
 
-        patched.setattr(replacing, name, ends)
+        patched.setattr(whole_files, name, ends)
         with pytest.raises(KeyboardInterrupt):
             write(final, "2")
     assert content(final) == {"new": "1" if moment == "written" else "2"}
     write(final, "3")
     assert content(final) == {"new": "3"}
     assert [path.name for path in tmp_path.iterdir()] == ["final"]
-
-
-def test_a_run_that_is_ended_while_it_writes_its_model_writes_it_anew(
-    config_file: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It left half a model in final/, and a README of another."""
-    command = [f"--model={config_file}", f"--text={text_file}", "--seq-len=64", "--max-steps=2"]
-    command += ["--save-every=2", "--resume=auto", "--full"]
-    finetune.main([*command, f"--output={tmp_path / 'whole'}"])
-
-    def dies(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    out = tmp_path / "out"
-    with monkeypatch.context() as patched:
-        patched.setattr(final_model, "write_card", dies)
-        with pytest.raises(CantWriteError, match="No space"):
-            finetune.main([*command, f"--output={out}"])
-    assert (out / "final.incomplete/model.safetensors").is_file()
-    assert not (out / "final").exists()
-    finetune.main([*command, f"--output={out}"])
-    assert not (out / "final.incomplete").exists()
-    whole = sorted(path.name for path in (tmp_path / "whole/final").iterdir())
-    assert sorted(path.name for path in (out / "final").iterdir()) == whole
-    weights = Path("final/model.safetensors")
-    assert (out / weights).read_bytes() == (tmp_path / "whole" / weights).read_bytes()
-    assert f'from_pretrained("{out / "final"}")' in (out / "final/README.md").read_text()

@@ -1,7 +1,6 @@
 """The folder that a run writes: whether a run may begin or go on in it, and who shares it."""
 
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,14 +8,12 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 
-from longctx_patch.checkpoints.choosing import complete, newest_good
-from longctx_patch.checkpoints.manifest import MANIFEST
-from longctx_patch.checkpoints.names import FLIGHT, Series
-from longctx_patch.checkpoints.places import is_ours
 from longctx_patch.plugin.together import own_rank, refuse_together
 from longctx_patch.rules.names import require_choice
 
 from .lock import LOCK_FILE
+from .manifest import MANIFEST
+from .series import FLIGHT, Series, is_ours, newest_good
 
 ResumeName = Literal["no", "yes", "auto"]
 OWN_FILES = {LOCK_FILE, ".shared", FLIGHT}
@@ -44,19 +41,12 @@ class Output:
 
     def check(self) -> None:
         """Raise ValueError for a folder that the run can't begin or go on in. Changes nothing."""
-        _require_text(self.folder)
         if (hidden := _no_folder(self.folder)) is not None:
             raise ValueError(f"output {str(self.folder)!r}: {hidden}")
-        for path in (*self.folder.glob("*.json"), *self.folder.glob("*.jsonl")):
-            if not path.is_file():
-                raise ValueError(
-                    f"output {str(self.folder)!r}: {path.name} is no regular file. A run writes "
-                    "files of such names: remove it, or give another output."
-                )
         if self.resume != "no":
             self._refuse_older()
         if self.resume == "yes":
-            if not complete(self.checkpoints):
+            if not self.checkpoints.complete():
                 raise ValueError(
                     f"resume: there is no complete checkpoint under {self.checkpoints.folder}. "
                     "Start without --resume in an empty folder, or with --resume auto, which "
@@ -65,7 +55,7 @@ class Output:
             return
         is_own_run = self.resume == "auto" and (self.folder / self.record).is_file()
         if self.folder.exists() and not (self.is_free() or is_own_run):
-            if self.resume == "auto" and (found := complete(self.checkpoints)):
+            if self.resume == "auto" and (found := self.checkpoints.complete()):
                 raise ValueError(
                     f"output {str(self.folder)!r} has checkpoints of a run, the newest "
                     f"{found[-1].path.relative_to(self.folder)}, but {self.record} is missing, by "
@@ -87,20 +77,13 @@ class Output:
             for each in self.checkpoints.found()
             if not is_ours(each.path) and any((each.path / name).is_file() for name in STATE_FILES)
         ]
-        if old and not complete(self.checkpoints):
+        if old and not self.checkpoints.complete():
             raise ValueError(
                 f"resume: {old[-1]} is a checkpoint without {MANIFEST}, of an older version or "
                 "another trainer. This version can't check it, so it does not go on from it, and "
                 "does not train its steps again beside it. Go on with the version that wrote it, "
                 "or give a new output."
             )
-
-    def _problems(self) -> list[str]:
-        try:
-            self.check()
-        except ValueError as error:
-            return [str(error)]
-        return []
 
     def is_free(self) -> bool:
         """Whether it is a folder without a file of anybody's."""
@@ -110,7 +93,13 @@ class Output:
     def find(self, say: Callable[[str], object]) -> Path | None:
         """The checkpoint to go on from, None to begin. Collective; raises where `check` does, and
         where no checkpoint is whole."""
-        refuse_together(self._problems() if own_rank() == 0 else ())
+        problems = []
+        if own_rank() == 0:
+            try:
+                self.check()
+            except ValueError as error:
+                problems = [str(error)]
+        refuse_together(problems)
         found = None if self.resume == "no" else newest_good(self.checkpoints, say)
         if self.resume == "auto":
             say(
@@ -121,32 +110,18 @@ class Output:
         return found
 
 
-def _require_text(place: Path) -> None:
-    """Raise ValueError for a path that libraries can't write to: the last of them, which saves the
-    tokenizer, would say so after all steps."""
-    try:
-        os.fsencode(str(place.absolute()).encode().decode())
-    except UnicodeEncodeError:
-        raise ValueError(
-            f"output {str(place.absolute())!a} is no UTF-8 text, or can't be written in this "
-            f"locale ({sys.getfilesystemencoding()}). Give a path that is, or set LC_ALL=C.UTF-8."
-        ) from None
-
-
 def _no_folder(place: Path) -> str | None:
     """Why nothing can be written into a folder at `place`, None if it can."""
-    for path in (place, *place.parents):
-        if path.is_symlink() and not path.exists():
-            return (
-                f"{path} is a link to {path.readlink()}, which is not there. Make that folder, "
-                "bring its disk back, or give another output."
-            )
-        if path.is_file():
-            return f"{path} is a file. Give another output."
-        if path.exists():
-            may = os.access(path, os.W_OK | os.X_OK)
-            return None if may else f"{path} takes no files of this user. Give another output."
-    return None
+    path = next(path for path in (place, *place.parents) if os.path.lexists(path))
+    if not path.exists():
+        return (
+            f"{path} is a link to {path.readlink()}, which is not there. Make that folder, bring "
+            "its disk back, or give another output."
+        )
+    if path.is_dir() and os.access(path, os.W_OK | os.X_OK):
+        return None
+    why = "takes no files of this user" if path.is_dir() else "is a file"
+    return f"{path} {why}. Give another output."
 
 
 def make_output(accelerator: Any, output: Path) -> None:

@@ -7,11 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from longctx_patch.checkpoints.choosing import complete, newest_good
 from longctx_patch.checkpoints.manifest import begin, seal, write_manifest
-from longctx_patch.checkpoints.names import steps_of, trainer_checkpoints_of
-from longctx_patch.checkpoints.places import clear
-from longctx_patch.checkpoints.retention import Retention, delete_old
+from longctx_patch.checkpoints.series import (
+    Retention,
+    clear,
+    delete_old,
+    newest_good,
+    steps_of,
+    trainer_checkpoints_of,
+)
 
 
 def test_names_are_in_the_order_of_numbers(tmp_path: Path) -> None:
@@ -45,7 +49,7 @@ def test_the_newest_and_one_of_every_so_many_are_kept(tmp_path: Path) -> None:
     assert delete_old(series, Retention(keep_last=2, keep_every=4), spared={series.path_of(2)}) == [
         series.path_of(6)
     ]
-    assert [each.step for each in complete(series)] == [2, 4, 8, 10]
+    assert [each.step for each in series.complete()] == [2, 4, 8, 10]
     assert sorted(path.name for path in series.folder.iterdir()) == [
         *(f"step_{step:06d}" for step in (2, 4, 8, 10, 12)),
         "step_foo",

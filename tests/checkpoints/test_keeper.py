@@ -8,25 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, safe_open
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import CheckpointException
 
-from longctx_patch.checkpoints import beside as beside_module
+from longctx_patch.checkpoints import background as beside_module
 from longctx_patch.checkpoints.background import Background
+from longctx_patch.checkpoints.keeper import Keeper
 from longctx_patch.checkpoints.manifest import MANIFEST
-from longctx_patch.checkpoints.names import steps_of
-from longctx_patch.checkpoints.retention import Retention
+from longctx_patch.checkpoints.series import Retention, steps_of
+from longctx_patch.checkpoints.train_state import TrainState, load_checkpoint
 from longctx_patch.health.limits import TimeLimits
 from longctx_patch.health.watchdog import Watchdog
-from longctx_patch.recipes import finetune
 from longctx_patch.recipes.exporting import write_model
-from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.models import byte_tokenizer
-from longctx_patch.recipes.saving.keeper import Keeper
-from longctx_patch.recipes.saving.reading import load_checkpoint
-from longctx_patch.recipes.saving.state import TrainState
+from tests.checkpoints.small_state import state_of, tiny_model, train
 from tests.harness import run_distributed
-from tests.recipes.saving.small_state import state_of, tiny_model, train
 
 MakeKeeper = Callable[..., Keeper]
 
@@ -304,28 +300,3 @@ def test_tasks_run_one_at_a_time() -> None:
         background.start(task)
     background.settle()
     assert seen == [1] * 20
-
-
-def test_the_recipe_writes_the_same_either_way(
-    config_file: Path, text_file: Path, tmp_path: Path
-) -> None:
-    outputs = []
-    for flag in ("--save-in-background", "--no-save-in-background"):
-        outputs.append(tmp_path / flag.strip("-"))
-        finetune.main(
-            [
-                *("--model", str(config_file), "--text", str(text_file)),
-                *("--seq-len", "64", "--max-steps", "3", "--save-every", "1"),
-                *("--output", str(outputs[-1]), flag),
-            ]
-        )
-    beside, waited = outputs
-    for step in (1, 2, 3):
-        name = f"checkpoints/step_{step:06d}/model/adapter_model.safetensors"
-        with safe_open(beside / name, "pt") as one, safe_open(waited / name, "pt") as other:
-            assert one.keys() == other.keys()
-            for key in one.keys():  # noqa: SIM118
-                assert torch.equal(one.get_tensor(key), other.get_tensor(key))
-    losses = [[line["loss"] for line in read_metrics(each)] for each in outputs]
-    assert losses[0] == losses[1]
-    assert len(losses[0]) == 3

@@ -1,5 +1,6 @@
 """`--resume auto`: one command starts, goes on, and finds that a run has ended."""
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -7,13 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM, LlamaConfig, set_seed
 
+from longctx_patch.checkpoints.disk import CantWriteError
 from longctx_patch.checkpoints.manifest import BEGUN, MANIFEST, problems_of
-from longctx_patch.checkpoints.names import steps_of
-from longctx_patch.recipes import finetune
+from longctx_patch.checkpoints.run_folder import resume_name
+from longctx_patch.checkpoints.series import steps_of
+from longctx_patch.health.agreement import versions
+from longctx_patch.recipes import final_model, finetune, identity
+from longctx_patch.recipes.launch import one_message
 from longctx_patch.recipes.metrics import read_metrics
-from longctx_patch.recipes.saving.output import Output, resume_name
 from longctx_patch.recipes.settings import parse_settings
+from tests.checkpoints.test_disk import full_disk
+from tests.tiny_llama import TINY_LLAMA
 
 Start = Callable[..., Path]
 
@@ -68,17 +75,6 @@ def test_one_command_starts_goes_on_and_ends(
     assert not list(output.glob(".*"))
 
 
-@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
-def test_a_pipe_or_a_folder_in_the_place_of_a_file_is_refused(
-    start: Start, tmp_path: Path, make: Callable[[Path], object]
-) -> None:
-    """A pipe was read for ever."""
-    (tmp_path / "out").mkdir()
-    make(tmp_path / "out/metrics.jsonl")
-    with pytest.raises(ValueError, match=r"metrics.jsonl is no regular file.*remove it, or give"):
-        start("--resume", "auto")
-
-
 def test_an_output_that_is_deleted_in_a_run_is_made_again(
     start: Start,
     monkeypatch: pytest.MonkeyPatch,
@@ -101,13 +97,6 @@ def test_an_output_that_is_deleted_in_a_run_is_made_again(
     assert (output / "final/adapter_model.safetensors").is_file()
     start("--resume", "auto")
     assert "resume: the run has ended" in capsys.readouterr().out
-
-
-def test_a_path_that_is_no_text_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    """All steps were trained, and then the tokenizer could not be saved."""
-    place = tmp_path / os.fsdecode(b"out\xff")
-    with pytest.raises(ValueError, match=r"out\\udcff' is no UTF-8 text.*set LC_ALL=C.UTF-8"):
-        Output(folder=place, checkpoints=steps_of(place), resume="no", record="r").check()
 
 
 def test_a_folder_in_the_place_of_the_next_checkpoint_keeps_its_files(
@@ -246,3 +235,93 @@ def test_other_words_are_refused(tmp_path: Path) -> None:
 def test_retention_that_keeps_nothing_is_refused(flags: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_settings(["--model=m", "--text=t", "--seq-len=64", "--output=o", *flags])
+
+
+def test_a_run_ends_with_one_message_and_goes_on(
+    config_file: Path, text_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The disk of its second checkpoint is full: nothing is left of torch's writers' traces."""
+    command = [f"--model={config_file}", f"--text={text_file}", "--seq-len=64", "--max-steps=4"]
+    command += ["--full", "--save-every=2", "--scheduler=constant"]
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    finetune.main([*command, f"--output={whole}"])
+    finetune.main([*command, "--max-steps=2", f"--output={out}"])
+    capfd.readouterr()
+    go_on = [*command, f"--output={out}", "--resume"]
+    with full_disk(), pytest.raises(SystemExit) as ended, one_message("finetune"):
+        finetune.main(go_on)
+    assert ended.value.code == 1
+    said = capfd.readouterr().err
+    assert said.count("could not write") == 1
+    assert "Traceback" not in said
+    assert f"{out / 'checkpoints/step_000002'} is whole" in said
+    finetune.main(go_on)
+    losses = [[line["loss"] for line in read_metrics(folder)] for folder in (out, whole)]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 4
+
+
+def test_a_run_that_is_ended_while_it_writes_its_model_writes_it_anew(
+    config_file: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It left half a model in final/, and a README of another."""
+    command = [f"--model={config_file}", f"--text={text_file}", "--seq-len=64", "--max-steps=2"]
+    command += ["--save-every=2", "--resume=auto", "--full"]
+    finetune.main([*command, f"--output={tmp_path / 'whole'}"])
+
+    def dies(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patched:
+        patched.setattr(final_model, "write_card", dies)
+        with pytest.raises(CantWriteError, match="No space"):
+            finetune.main([*command, f"--output={out}"])
+    assert (out / "final.incomplete/model.safetensors").is_file()
+    assert not (out / "final").exists()
+    finetune.main([*command, f"--output={out}"])
+    assert not (out / "final.incomplete").exists()
+    whole = sorted(path.name for path in (tmp_path / "whole/final").iterdir())
+    assert sorted(path.name for path in (out / "final").iterdir()) == whole
+    weights = Path("final/model.safetensors")
+    assert (out / weights).read_bytes() == (tmp_path / "whole" / weights).read_bytes()
+    assert f'from_pretrained("{out / "final"}")' in (out / "final/README.md").read_text()
+
+
+def test_what_changes_between_a_stop_and_its_resumption_is_refused(
+    tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, config = tmp_path / "base", LlamaConfig(**TINY_LLAMA)
+
+    def save_weights(seed: int) -> None:
+        set_seed(seed)
+        AutoModelForCausalLM.from_config(config).save_pretrained(model)
+
+    def change_config() -> None:
+        file = model / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"rms_norm_eps": 1e-3}))
+
+    def change_version() -> None:
+        monkeypatch.setattr(identity, "versions", lambda: versions() | {"peft": "0.1"})
+
+    def change_text() -> None:
+        text_file.write_text(text_file.read_text().replace("12 times", "13 times"))
+
+    save_weights(0)
+    command = [f"--model={model}", "--tokenizer=bytes", f"--text={text_file}", "--seq-len=64"]
+    command += [f"--output={tmp_path / 'out'}", "--save-every=2", "--max-steps=3"]
+    finetune.main(command)
+    finetune.main([*command, "--resume"])
+    names = list[str]()
+    for change, name, words in (
+        (lambda: save_weights(1), "weights", r"weights.model.safetensors is '.* bytes, sample"),
+        (change_config, "config.rms_norm_eps", "rms_norm_eps is 0.001, the run has 1e-0[56]"),
+        (change_version, "versions.peft", "versions.peft is '0.1', the run has"),
+        (change_text, "rows", "(?s)rows is '.*data text.txt: .* bytes"),
+    ):
+        change()
+        with pytest.raises(ValueError, match=words) as refused:
+            finetune.main([*command, "--resume", *names])
+        assert f"--allow-change {name}" in str(refused.value)
+        names += ["--allow-change", name] if not names else [name]
+    finetune.main([*command, "--resume", *names])

@@ -14,14 +14,10 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
+from longctx_patch.checkpoints.disk import CantWriteError, SavingError, explained_disk
 from longctx_patch.checkpoints.manifest import write_manifest
-from longctx_patch.checkpoints.names import steps_of
-from longctx_patch.recipes import finetune
-from longctx_patch.recipes.launch import one_message
-from longctx_patch.recipes.metrics import read_metrics
-from longctx_patch.recipes.saving.disk import CantWriteError, SavingError, explained_disk
-from tests.faults.plant import ALLOWED_BYTES, Fault
-from tests.faults.trial import Job, make_folder, run_job
+from longctx_patch.checkpoints.series import steps_of
+from tests.faults.plant import ALLOWED_BYTES
 
 BIG = torch.zeros(10 * ALLOWED_BYTES)
 
@@ -123,37 +119,3 @@ def test_of_torch_s_error_the_rank_that_failed_is_named(tmp_path: Path) -> None:
         raise_of_rank(2, PermissionError("not yours"))
     assert str(other.value).startswith("rank 2 failed in saving or reading ")
     assert str(other.value).endswith(": PermissionError: not yours")
-
-
-def test_a_run_ends_with_one_message_and_goes_on(
-    config_file: Path, text_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The disk of its second checkpoint is full: nothing is left of torch's writers' traces."""
-    command = [f"--model={config_file}", f"--text={text_file}", "--seq-len=64", "--max-steps=4"]
-    command += ["--full", "--save-every=2", "--scheduler=constant"]
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    finetune.main([*command, f"--output={whole}"])
-    finetune.main([*command, "--max-steps=2", f"--output={out}"])
-    capfd.readouterr()
-    go_on = [*command, f"--output={out}", "--resume"]
-    with full_disk(), pytest.raises(SystemExit) as ended, one_message("finetune"):
-        finetune.main(go_on)
-    assert ended.value.code == 1
-    said = capfd.readouterr().err
-    assert said.count("could not write") == 1
-    assert "Traceback" not in said
-    assert f"{out / 'checkpoints/step_000002'} is whole" in said
-    finetune.main(go_on)
-    losses = [[line["loss"] for line in read_metrics(folder)] for folder in (out, whole)]
-    assert losses[0] == losses[1]
-    assert len(losses[0]) == 4
-
-
-def test_of_a_job_one_rank_speaks(tmp_path: Path) -> None:
-    """And `longctx train` ends with 1."""
-    folder = make_folder(tmp_path / "run", Job("finetune", 2))
-    ended = run_job(folder, ["--resume", "auto"], Fault("full disk", "save", 0), 100)
-    assert ended.exit_code == 1
-    assert ended.said.count("finetune: rank 0 could not write out/checkpoints/step_000004") == 1
-    assert "out/checkpoints/step_000002 is whole" in ended.said
-    assert "Traceback" not in ended.said
