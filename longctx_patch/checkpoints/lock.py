@@ -206,7 +206,7 @@ def _read(path: Path) -> Job | None:
 
 
 def _refusal(folder: Path, job: Job | None) -> str:
-    who = f"the job of {job}, or one of its processes," if job else "another process"
+    who = f"{job}, or another one of its job," if job else "another process"
     return (
         f"output {str(folder)!r} is in use: {who} writes there. Wait for that job or end it, or "
         f"give another --output. (A job that is gone from another machine is taken over "

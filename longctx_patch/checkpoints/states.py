@@ -41,10 +41,9 @@ class Writer(dcp.FileSystemWriter):
         try:
             return super().write_data(plan, planner)
         except (OSError, RuntimeError) as error:  # of a file that they don't name
-            number = getattr(error, "errno", None)
-            if number is None:
-                raise OSError(f"states could not be written to {self.path}: {error}") from error
-            raise OSError(number, error.strerror, str(self.path)) from error
+            if isinstance(error, OSError) and error.errno is not None:
+                raise OSError(error.errno, error.strerror, str(self.path)) from error
+            raise OSError(f"states could not be written to {self.path}: {error}") from error
 
     def _write_data(self, planner: dcp.SavePlanner, file_queue: queue.Queue[Any]) -> Any:
         def write(file: Any) -> Any:

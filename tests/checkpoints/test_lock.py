@@ -77,7 +77,7 @@ def test_two_jobs_at_once(tmp_path: Path) -> None:
 
 def test_a_living_process_of_any_rank_is_refused(orphan: Path) -> None:
     """Also where the launcher and process 0 are gone: their orphans may still write."""
-    refused(orphan, f"process 7 on {HERE}, .* or one of its processes, writes there")
+    refused(orphan, f"process 7 on {HERE}, .* or another one of its job, writes there")
 
 
 def test_a_job_that_is_over_is_taken_over_aloud(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
 from longctx_patch import LongContextConfig, LongContextTrainer, trainer_parallelism
-from longctx_patch.checkpoints import beside
+from longctx_patch.checkpoints import background
 from longctx_patch.checkpoints.manifest import MANIFEST, problems_of
 from longctx_patch.checkpoints.plain_pickle import METADATA
 from longctx_patch.trainer import sealing
@@ -164,7 +164,7 @@ def waits(folder: Path) -> tuple[list[bool], list[str], list[str]]:
     look = AtStep(2, lambda: found.extend(whole(folder / "full")))
     with patch.object(sealing.logger, "warning", lambda _, text: said.append(text)):
         trained(folder / "read", case=case_of(max_steps=2), callbacks=[reads])
-        with patch.object(beside, "available_bytes", lambda: 2**10):
+        with patch.object(background, "available_bytes", lambda: 2**10):
             trained(folder / "full", case=case_of(max_steps=2, save_steps=1), callbacks=[look])
     return reads.found, said, found
 
