@@ -26,14 +26,14 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Part(NamedTuple):
-    """What is held for some rows: gradients, or an attention output with its lse.
+    """A result that is held for some rows: gradients, or an attention output with its lse.
 
     An output is (lse_BLH, out_BLHD), of some rows over some keys; lse is -inf for a row without
     any key.
     """
 
     rows: Interval
-    """Which rows of the whole; the tensors hold these alone, along dim 1."""
+    """Its rows of the whole; the tensors hold these alone, along dim 1."""
     tensors: tuple[Tensor, ...]
 
     @property
@@ -55,7 +55,7 @@ class Part(NamedTuple):
 
 
 MOST_AT_ONCE = 16
-"""If a new part overlaps more than this many held parts, all rows become one total first."""
+"""The most held parts that a new one may overlap before all rows become one total."""
 
 
 class RowTotals(ABC):
@@ -74,7 +74,7 @@ class RowTotals(ABC):
         """The first part, if it had all rows and still holds most of them. In the end the totals of
         the other rows are written into its memory too."""
         self._at_home = 0
-        """How many rows `_home` still holds."""
+        """The rows that `_home` still holds."""
 
     @abstractmethod
     def _joined(self, old: Part, new: Part) -> Part:
@@ -89,7 +89,7 @@ class RowTotals(ABC):
         return self.result()
 
     def is_in(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these tensors are the total as it stands."""
+        """Says whether these tensors are the total as it stands."""
         return len(self._held) == 1 and all(map(is_, self._held[0].tensors, tensors))
 
     def write_to(self, tensors: tuple[Tensor, ...]) -> None:
@@ -225,7 +225,7 @@ def merge_in_place(total: Part, new: Part) -> None:
 
 
 def fits_one_pass(device_type: str, wide: torch.dtype, *parts: Part) -> bool:
-    """Whether `fused_merge.merge` can merge such parts to a total in the dtype `wide`."""
+    """Says whether `fused_merge.merge` can merge such parts to a total in the dtype `wide`."""
     return (
         device_type == "cuda"
         and wide == torch.float32

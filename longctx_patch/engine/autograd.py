@@ -31,7 +31,7 @@ from longctx_patch.transport import VirtualTransport
 from longctx_patch.transport.meeting import Meeting, meet
 
 LEAST_SCALE, MOST_SCALE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
-"""Of numbers that kernels, which hold the scale in float32, can compute with."""
+"""Bounds of the scales that kernels, which hold them in float32, can compute with."""
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -245,7 +245,7 @@ def _value_problem(
 
 
 def score_problem(score: Score) -> str | None:
-    """What is wrong with a scale or softcap, in words."""
+    """Says what is wrong with a scale or softcap."""
     if score.softcap is not None and not 0 < score.softcap < math.inf:
         return f"softcap={score.softcap}: scores are capped by a number above 0. Or give None."
     if not isinstance(score.scale, int | float) or not abs(score.scale) <= MOST_SCALE:

@@ -141,7 +141,7 @@ class AttentionCall:
         return range(first, first + degree)
 
     def plan(self, direction: Direction) -> Plan:
-        """What the ring part runs for this rank's heads."""
+        """The plan that the ring part runs for this rank's heads."""
         if direction not in self._plans:
             computed = self.split.num_kv_computed(self.group.ulysses.group_rank)
             self._plans[direction] = make_plan(
@@ -175,7 +175,7 @@ class AttentionCall:
 
     @property
     def _request(self) -> KernelRequest:
-        """What a kernel must do: the same on all ranks, even if heads or tokens divide unevenly."""
+        """The request to a kernel: the same on all ranks, however heads and tokens divide."""
         shape = self.shape
         kv_heads = -(-shape.num_kernel_kv_heads // self.group.ulysses.num_ranks)
         return KernelRequest(

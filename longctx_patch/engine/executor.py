@@ -26,7 +26,7 @@ from longctx_patch.transport import Message, Pending, Transport
 
 @dataclass(frozen=True)
 class Executor:
-    """What stays the same over the steps of forward and backward."""
+    """The parts of a call that stay the same over the steps of forward and backward."""
 
     transport: Transport
     """Carries inputs."""

@@ -68,7 +68,7 @@ class SequenceGroup:
                 transport.close()
 
     def layout(self, row: int | Documents) -> Layout:
-        """Which rank has which tokens of a row, given as its documents or its length."""
+        """The placement of a row's tokens on the ranks, given its documents or its length."""
         return self.config.layout_of(Documents.one(row) if isinstance(row, int) else row)
 
     def require_shards(
@@ -219,16 +219,16 @@ def _my_transport(groups: torch.Tensor, counters: Counters, timeout: timedelta) 
 
 
 def _timeout_of_world() -> timedelta:
-    """How long the world's collectives wait, as with `TrainingArguments(ddp_timeout=...)`. A new
-    group would take torch's default."""
+    """The time limit of the world's collectives, which `TrainingArguments(ddp_timeout=...)` sets. A
+    new group would take torch's default."""
     assert dist.group.WORLD is not None
     found: timedelta = dist.group.WORLD._get_backend(_control_device()).options._timeout
     return found
 
 
 def _group_options(timeout: timedelta) -> Any:
-    """On NCCL, transfers take priority over attention's kernels for multiprocessors: they need few,
-    and other work waits for what they bring."""
+    """Gives transfers on NCCL priority over attention's kernels for multiprocessors: they need
+    few, and other work waits for what they bring."""
     if "nccl" not in dist.get_backend():
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)

@@ -31,7 +31,7 @@ class HeadTotal(NamedTuple):
     tensor: Tensor
     """Its shape is `[B, L, heads, D]`."""
     is_sum: bool
-    """Whether a head may come in several parts, which are added."""
+    """True if a head may come in several parts, which are added."""
 
 
 def pack(tensors: Sequence[Tensor], cuts: tuple[HeadCuts, ...]) -> tuple[Tensor, list[int]]:
@@ -68,14 +68,14 @@ def are_shared(cuts: HeadCuts) -> bool:
 
 
 class _Form(NamedTuple):
-    """How a tensor lies in memory."""
+    """A tensor's place in memory."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
-    """Where its first number is in the storage."""
+    """The place of its first number in the storage."""
     address: int
-    """Where its first number is in memory, in bytes modulo the size of the widest numbers."""
+    """The address of its first number, in bytes modulo the size of the widest numbers."""
     dtype: torch.dtype
     is_copied: bool
     """False where numbers are added, which needs their own dtype."""
@@ -182,7 +182,7 @@ def _regular_runs(cuts: tuple[HeadCuts, ...]) -> list[Interval]:
 
 
 def _steps(before: HeadCuts, after: HeadCuts) -> tuple[int, ...] | None:
-    """How far one rank's heads are from the next one's, in each tensor; None if sizes differ."""
+    """The distance from one rank's heads to the next one's in each tensor; None if sizes differ."""
     if any(a.size != b.size for a, b in zip(before, after, strict=True)):
         return None
     return tuple(b.start - a.start for a, b in zip(before, after, strict=True))
@@ -190,5 +190,5 @@ def _steps(before: HeadCuts, after: HeadCuts) -> tuple[int, ...] | None:
 
 @lru_cache(maxsize=256)
 def _widths(cuts: tuple[HeadCuts, ...]) -> tuple[int, ...]:
-    """How many heads each rank has, of all tensors together."""
+    """The number of heads that each rank has, of all tensors together."""
     return tuple(sum(cut.size for cut in of_rank) for of_rank in zip(*cuts, strict=True))

@@ -1,4 +1,4 @@
-"""What travels for keys and values, and how a kernel's keys and values are made of it.
+"""Blocks that travel for keys and values, and the keys and values that a kernel gets of them.
 
 In most models they travel as they are. In latent attention (MLA; DeepSeek-V2, section 2.1) all
 heads' keys and values are expanded from one latent of each token, which has far fewer numbers. So
@@ -50,11 +50,11 @@ AS_HEADS = AsHeads()
 
 
 class Expansion(NamedTuple):
-    """How one layer's latents become keys and values."""
+    """The expansion of one layer's latents to keys and values."""
 
     expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-    """Of latents `[B, M, 1, R]` and rotary parts `[B, M, 1, E]`, keys and values `[B, M, H, any]`;
-    the same each time it is called."""
+    """Makes keys and values `[B, M, H, any]` of latents `[B, M, 1, R]` and rotary parts
+    `[B, M, 1, E]`; the same ones each time it is called."""
     weights: tuple[Tensor, ...]
     """The trained tensors that it uses."""
     value_dim: int
@@ -67,7 +67,7 @@ class AsLatents:
 
     expansion: Expansion
     head_dim: int
-    """That of kernels: smaller keys or values are padded with zeros."""
+    """The head size of kernels: smaller keys or values are padded with zeros."""
     _sums: list[Tensor | None] | None = field(default=None, init=False)
     """Gradients of the weights, in float32 or wider; None before the first tile."""
 

@@ -53,7 +53,7 @@ class Partial:
 
 
 class ResultKey(NamedTuple):
-    """What a result is, whose it is, and which heads it has."""
+    """The identity of a result: its operand, its owner, and its heads."""
 
     kind: Operand
     owner: int
@@ -158,7 +158,7 @@ def _key(block: Block) -> ResultKey:
 def _placed(
     rows: Rows, runs: Sequence[Interval], parts: tuple[Tensor, ...]
 ) -> Iterator[tuple[Interval, tuple[Tensor, ...]]]:
-    """For each run: (its place among the held `rows`, its part of the tensors). Runs that are
+    """(place among the held `rows`, part of the tensors) of each run. Runs that are
     adjacent there are joined."""
     places = [rows.place(run) for run in runs]
     assert None not in places, f"rows {runs} of {rows}"

@@ -1,4 +1,4 @@
-"""What one rank sends for one attention call, from the plans alone."""
+"""The messages of one attention call, counted from the plans alone."""
 
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ class CallTraffic(NamedTuple):
 
 
 def predicted_traffic(call: AttentionCall) -> CallTraffic:
-    """What this rank will send."""
+    """The traffic that this rank will send."""
     shape = call.shape
     lse_bytes = shape.batch * max(4, shape.dtype.itemsize)
     returns = _to_tokens(call, (Heads.QUERY,))

@@ -28,7 +28,7 @@ from longctx_patch.sequence.regions import FULL, Piece
 
 
 class KeptRows(NamedTuple):
-    """What attention computed for the selected rows, for this rank's heads."""
+    """Attention's results for the selected rows, for this rank's heads."""
 
     out: Tensor
     """`[B, kept, heads, D]`."""

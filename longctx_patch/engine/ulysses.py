@@ -29,7 +29,7 @@ class Resharder(NamedTuple):
     transport: Transport
     split: HeadSplit
     sizes: tuple[int, ...]
-    """How many tokens each rank has before the exchange."""
+    """The number of tokens that each rank has before the exchange."""
 
     def to_heads(self, tensors: Sequence[Tensor], heads: Sequence[Heads]) -> "ArrivingHeads":
         """Begin to exchange tensors `[B, L_local, all heads, D]` for some heads of all tokens."""
@@ -89,7 +89,7 @@ class ArrivingHeads(NamedTuple):
 
     arriving: _Arriving
     widths: Sequence[int]
-    """How many heads each tensor has."""
+    """The number of heads of each tensor."""
 
     def wait(self) -> tuple[Tensor, ...]:
         """Wait, and return `[B, L of the group, heads, D]` for each tensor."""

@@ -22,7 +22,7 @@ from longctx_patch.plans.head_split import QKV, Heads
 
 
 class Saved(NamedTuple):
-    """What backward needs: tensors as the plan saw them, or all heads of own tokens."""
+    """The tensors that backward needs, as the plan saw them, or all heads of own tokens."""
 
     q: Tensor
     k: Tensor
@@ -35,7 +35,7 @@ class Saved(NamedTuple):
 
 class ForwardResult(NamedTuple):
     saved: Saved
-    """What backward needs."""
+    """The tensors that backward needs."""
     out_BLHD: Tensor
     lse: Tensor
     """`[B, H, L]` where `call.returns_lse`, else `[B, heads, S]` as in `Saved`."""
@@ -144,7 +144,7 @@ def _compute_backward(
 
 
 def _sink_gradient(sinks: Tensor, dout: Tensor, saved: Saved) -> Tensor:
-    """What this rank's rows add to dsinks. A sink is a key whose value is 0, so dP is 0 there."""
+    """This rank's part of dsinks. A sink is a key whose value is 0, so dP is 0 there."""
     p_BHL = torch.exp(sinks.to(saved.lse.dtype)[:, None] - saved.lse)
     return -(p_BHL * row_dots(dout, saved.out).transpose(1, 2)).sum((0, 2)).to(sinks.dtype)
 

@@ -96,9 +96,9 @@ class Domain(NamedTuple):
     """None: any."""
     head_dim_multiple: int = 8
     powers_of_2_only: bool = False
-    """Of head dims."""
+    """It takes only head dims that are powers of 2."""
     deterministic: bool = True
-    """Whether its backward can sum in the same order in every run."""
+    """Its backward can sum in the same order in every run."""
     least_gpu: tuple[int, int] | None = None
     """The lowest compute capability that it runs on; None: not checked."""
     below_gpu: int | None = None
@@ -106,7 +106,7 @@ class Domain(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """What backward is computed from.
+    """The tensors from which backward is computed.
 
     `out` and `lse` are the global ones: over all keys of all ranks, a sink included. A kernel uses
     them as `p = exp(scores - lse)` and `rowsum(dout * out)`.

@@ -42,7 +42,7 @@ def calls_of(pieces: tuple[Piece, ...], traits: Traits) -> tuple[Call, ...]:
 
 
 def must_be_equal(rule: Window | Tile, traits: Traits) -> bool:
-    """Whether the segments of a call must be equally large, and become rows of the batch."""
+    """Says whether the segments of a call must be equally large, and become rows of the batch."""
     return isinstance(rule, Tile) or not traits.segments
 
 

@@ -33,7 +33,7 @@ def lacks_gpu(least: tuple[int, int], below: int | None = None) -> str | None:
 
 @cache
 def runs_triton() -> bool:
-    """Whether Triton can compile for this GPU and start what it has compiled."""
+    """Says whether Triton can compile for this GPU and start what it has compiled."""
     is_nvidia = torch.version.hip is None and lacks_gpu((8, 0)) is None
     if not is_nvidia or find_spec("triton") is None:
         return False

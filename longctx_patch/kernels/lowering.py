@@ -72,7 +72,7 @@ class _Zones(NamedTuple):
     first: int
     last: int
     is_between_free: bool
-    """Whether neither bound binds between the two; otherwise both do."""
+    """True if neither bound binds between the two; otherwise both do."""
 
 
 def _zones(piece: Piece, band: Band) -> _Zones:

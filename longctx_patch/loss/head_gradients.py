@@ -17,12 +17,12 @@ from longctx_patch.loss.law import IGNORE_INDEX
 from longctx_patch.loss.wide_products import add_wide_product
 
 Wanted = tuple[bool, bool, bool]
-"""Whether hidden states, weight and bias need a gradient."""
+"""Three flags: hidden states, weight and bias need a gradient."""
 
 
 @dataclass(frozen=True)
 class HeadGradients:
-    """Of N tokens, C of them in a chunk; V words."""
+    """Gradients of a head over N tokens, C of them in a chunk, and V words."""
 
     segments: tuple[slice, ...]
     """Tokens of each segment."""
@@ -135,7 +135,7 @@ def _common(gradients: Tensor) -> Tensor:
 
 
 def _weighted_sum(parts: list[Tensor], factors: list[Tensor]) -> Tensor | None:
-    """In the place of the first part; the others are dropped."""
+    """Sums the parts in the place of the first one; the others are dropped."""
     if not parts:
         return None
     for part, factor in zip(parts, factors, strict=True):

@@ -29,15 +29,15 @@ _CAPPED_ROWS = 64
 
 @dataclass(frozen=True)
 class LinearHead:
-    """What happens to logits, and how the work is divided: N tokens, C of them in a chunk."""
+    """The treatment of logits, and the division of the work: N tokens, C of them in a chunk."""
 
     softcap: float | None
     scale: float
     chunk_bytes: int
     with_statistics: bool = False
-    """Whether entropy and top-1 hits are wanted beside the losses."""
+    """Computes entropy and top-1 hits beside the losses."""
     with_mean_logits: bool = False
-    """Whether means of logits over words are wanted, which cost a pass over the logits."""
+    """Computes means of logits over words, which cost a pass over the logits."""
 
     def check(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> None:
         """Raise ValueError for inputs that don't fit, see `linear_cross_entropy`."""
@@ -198,7 +198,7 @@ class LinearHead:
 
 
 def fits_fused(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether the fused kernel takes logits of products in this dtype; they are float32 then."""
+    """Says whether the fused kernel takes logits of such products, which are float32 then."""
     return device_type == "cuda" and dtype != torch.float64
 
 

@@ -22,7 +22,7 @@ def add_wide_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _has_wide_products(factor: Tensor) -> bool:
-    """Whether this dtype's products can be returned, and added, in float32.
+    """Says whether this dtype's products can be returned, and added, in float32.
 
     torch.mm takes `out_dtype` since torch 2.8, and torch.addmm takes it with a float32 summand
     since 2.10 (pytorch/pytorch#167931); both on CUDA alone.

@@ -1,4 +1,4 @@
-"""How torch's CUDA allocator takes memory: in segments of fixed size, or in segments that grow.
+"""Asks torch's CUDA allocator for segments that grow, in place of segments of fixed size.
 
 Tensors of a long row have a few sizes, up to some GiB, and live for as long as a layer or a whole
 pass. In segments of fixed size, the gaps between them are lost to larger ones: on an H200 with
@@ -25,6 +25,6 @@ def let_segments_grow() -> None:
 
 
 def segments_grow() -> bool:
-    """Whether any segment that this process has taken on CUDA devices by now can grow."""
+    """Says whether any segment that this process has taken on CUDA devices can grow."""
     segments = torch.cuda.memory_snapshot(include_traces=False)
     return any(segment.get("is_expandable", False) for segment in segments)

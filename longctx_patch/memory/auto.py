@@ -104,7 +104,7 @@ class AutoPolicy:
 
     @property
     def use(self) -> MemoryUse | None:
-        """What was measured; None until a pass has measured the layers."""
+        """The measured use; None until a pass has measured the layers."""
         if not self._extra:
             return None
         return MemoryUse(
@@ -126,7 +126,7 @@ class AutoPolicy:
         self._window = Window(found.peak_bytes, found.rest_bytes, is_rehearsed=True)
 
     def propose(self, num_tokens: int) -> int:
-        """How many climbs this rank has memory for in the pass that begins, or `MEASURE`.
+        """The number of climbs that this rank has memory for in the pass that begins, or `MEASURE`.
 
         `num_tokens` is the same on every rank of the group.
         """
@@ -239,7 +239,7 @@ class AutoPolicy:
             self._meter.reset_peak()
 
     def _must_offload(self, layer: int) -> bool:
-        """Whether the pass that measures offloads a layer, because it has taken the memory it may.
+        """Says whether the pass that measures offloads a layer, since its memory is used up.
 
         Ranks may differ in this, since they send the same messages in both cases.
         """

@@ -30,7 +30,7 @@ def total_bytes() -> int:
 
 
 def rooms_of_groups(groups: Path = GROUPS, root: Path = ROOT) -> list[Room]:
-    """What each control group with a limit has left: this process's own and those above it.
+    """The memory that each control group with a limit has left: this process's own and those above.
 
     Cached files count as left, since the kernel gives them up first. Both versions of the interface
     are read (kernel.org, admin-guide/cgroup-v2 and cgroup-v1/memory).
@@ -61,7 +61,7 @@ def _with_parents(root: Path, path: str) -> Iterator[Path]:
 
 
 def _room(folder: Path, limit: str, usage: str, cached: str) -> Room | None:
-    """What one group has left; None if it has no limit or no such folder."""
+    """The memory that one group has left; None if it has no limit or no such folder."""
     with suppress(OSError, ValueError):  # "max" is no number
         most = int((folder / limit).read_text())
         if most < _UNLIMITED:

@@ -15,9 +15,9 @@ class Extra(NamedTuple):
     """Bytes of the device that a layer keeps for backward beyond what it keeps one rung lower."""
 
     attention: int
-    """What it keeps on the middle rung beyond the lowest."""
+    """Bytes on the middle rung beyond the lowest."""
     none: int
-    """What it keeps on the highest rung beyond the middle one."""
+    """Bytes on the highest rung beyond the middle one."""
 
     def of(self, policy: LayerPolicy) -> int:
         """Bytes beyond what the layer keeps on the lowest rung."""
@@ -47,7 +47,7 @@ def to_measure(kinds: Sequence[Hashable]) -> tuple[LayerPolicy, ...]:
 def measured_extra(
     kinds: Sequence[Hashable], kept_bytes: Sequence[int], policies: Sequence[LayerPolicy]
 ) -> tuple[Extra, ...]:
-    """What each layer keeps, from a pass that had one layer of each kind on the highest rung.
+    """The bytes that each layer keeps, by a pass with one layer of each kind on the highest rung.
 
     The first layers differ a little (buffers of FSDP, inputs without gradient), so medians are
     taken. Where no layer of a kind was on a rung, the bytes that a layer keeps there count as 0.

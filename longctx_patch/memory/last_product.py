@@ -26,7 +26,7 @@ FORWARD, LINEAR = nn.Linear.forward, functional.linear
 
 
 def is_plain(linear: object) -> bool:
-    """Whether the module runs `F.linear` on plain tensors, and no hook sees its input or output."""
+    """Says whether the module runs `F.linear` on plain tensors that no hook sees."""
     return (
         type(linear) is nn.Linear
         and (nn.Linear.forward, functional.linear) == (FORWARD, LINEAR)

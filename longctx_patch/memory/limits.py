@@ -1,4 +1,4 @@
-"""Which shares of a memory may be filled, and by what; the planner uses these numbers too."""
+"""Shares of a memory that may be filled; the planner uses these numbers too."""
 
 MARGIN = 0.06
 """Share of a device's capacity that `auto` leaves free: for fragments that the allocator can't use,

@@ -32,12 +32,12 @@ class Meter(Protocol):
         ...
 
     def retries(self) -> int:
-        """How often so far the allocator found no memory, waited for the device, released its
-        cache, and tried again."""
+        """The number of times that the allocator found no memory, waited for the device, released
+        its cache, and tried again."""
         ...
 
     def failures(self) -> int:
-        """How often the allocator found no memory in this retry either, and raised an error."""
+        """The number of times that it found no memory in this retry either, and raised an error."""
         ...
 
 
@@ -48,7 +48,7 @@ segments don't grow. Runs went out of memory when these held 0.72 of it."""
 
 @dataclass(frozen=True)
 class CudaMeter:
-    """What torch's CUDA allocator counts on the host, so that reading it waits for no kernel."""
+    """Reads what torch's CUDA allocator counts on the host, which waits for no kernel."""
 
     device: torch.device
     fill: float = 1.0

@@ -34,12 +34,12 @@ from longctx_patch.memory.meter import total_bytes
 from longctx_patch.memory.replay import Getter
 
 Place = tuple[int, torch.dtype, int]
-"""Of a tensor in its layer: its dimensions, dtype and number among those that are alike in these.
-A layer's input, attention's results, and what came of other ranks differ in them, and in size."""
+"""A tensor's place in its layer: its dimensions, dtype and number among those that are alike in
+these. A layer's input, attention's results, and what came of other ranks differ in them."""
 
 
 class HostMemoryFull(RuntimeError):
-    """What a layer keeps has no room on the host."""
+    """Raised where the host has no room for what a layer keeps."""
 
 
 class HostRoom(NamedTuple):
@@ -54,7 +54,7 @@ class HostRoom(NamedTuple):
 
 
 class HostCopies:
-    """What the layers of one process and device keep on the host."""
+    """The tensors that the layers of one process and device keep on the host."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class HostCopies:
         self._free: defaultdict[Place, list[_Slot]] = defaultdict(list)
         self._last: weakref.ref[Kept] | None = None
         self.is_full = False
-        """Whether a tensor found no room."""
+        """True once a tensor found no room."""
 
     @property
     def bytes_with_room(self) -> int:

@@ -1,4 +1,4 @@
-"""What `auto` knows about training passes and about the memory that they took."""
+"""Records of training passes, from which `auto` decides, and of the memory that they took."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ A single one may come from a change in how its memory is laid out."""
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryUse:
-    """What was measured, and the memory that it is compared with."""
+    """The measured memory, and the memory that it is compared with."""
 
     num_tokens: int
     """Tokens of the longest training pass: rows times tokens of the whole sequence."""
@@ -19,7 +19,7 @@ class MemoryUse:
     """Peak of forward and backward under the present policies; a bound until such a pass is
     over."""
     extra_bytes: tuple[Extra, ...]
-    """What each layer keeps on each rung, first layer to last."""
+    """The bytes that each layer keeps on each rung, first layer to last."""
     capacity_bytes: int
 
 
@@ -28,7 +28,7 @@ class Rehearsed:
     """What a pass through all layers takes, as a few of them have shown; all are alike."""
 
     extra_bytes: Extra
-    """What each layer keeps on each rung."""
+    """The bytes that each layer keeps on each rung."""
     host_layers: int
     """The number of layers for which the host has room."""
     peak_bytes: int
@@ -58,15 +58,15 @@ class Window:
     rest_bytes: int
     """The most that was allocated at the start of the passes that showed the peak."""
     is_observed: bool = False
-    """Whether the backward of a longest pass was seen."""
+    """True once the backward of a longest pass was seen."""
     is_rehearsed: bool = False
-    """Whether a rehearsal gave the peak instead."""
+    """True if a rehearsal gave the peak instead."""
     at_once: int = 1
     """Passes whose activations are alive at the same time; extras count for each."""
     recent: tuple[bool, ...] = ()
-    """Whether the allocator had to try again, in each of the last passes."""
+    """For each of the last passes, whether the allocator had to try again."""
 
     @property
     def is_short(self) -> bool:
-        """Whether the allocator had to try again too often."""
+        """Says whether the allocator had to try again too often."""
         return sum(self.recent) >= SHORT

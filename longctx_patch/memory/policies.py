@@ -124,17 +124,17 @@ def names_that_keep_attention() -> list[str]:
 
 
 def count_on_host(policies: Iterable[LayerPolicy]) -> int:
-    """How many of these layers offload to the host what they keep."""
+    """Counts the layers that offload to the host what they keep."""
     return sum(POLICIES[policy].on_host for policy in policies)
 
 
 def count_recomputed(policies: Iterable[LayerPolicy]) -> int:
-    """How many of these layers run again in backward."""
+    """Counts the layers that run again in backward."""
     return sum(POLICIES[policy].recomputes_layer for policy in policies)
 
 
 def describe_layers(policies: Iterable[LayerPolicy]) -> str:
-    """What the layers of a model do, as a sentence without its stop.
+    """Describes what the layers of a model do, as a sentence without its stop.
 
     Example:
         >>> describe_layers(["attention", "none", "none"])

@@ -30,14 +30,14 @@ def as_it_is(tensor: Tensor) -> Getter:
 
 @dataclass
 class Frame:
-    """What was kept inside one checkpointed region, in order."""
+    """The results that were kept inside one checkpointed region, in order."""
 
     store: Callable[[Tensor], Getter] = as_it_is
     """Keeps a tensor, and returns a function that gives it back."""
     share: float = 1.0
     """Share of the row's tokens whose results of attention are kept."""
     kept: list[tuple[Getter, ...]] = field(default_factory=list)
-    """By the number of the call to `keep`, which may have kept nothing."""
+    """The results of each call to `keep`, which may have kept nothing."""
     replaying: bool = False
     next_call: int = 0
 

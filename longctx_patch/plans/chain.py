@@ -31,7 +31,7 @@ class Segment(NamedTuple):
 
     tokens: Interval
     slots: Interval
-    """Where they lie among the rank's tokens."""
+    """Their places among the rank's tokens."""
     rank: int
     document: int
     """The number of its document; padding has those after the last one."""
@@ -40,7 +40,7 @@ class Segment(NamedTuple):
 
 
 Needs = tuple[tuple[int, ...], ...]
-"""For each segment, the numbers of those before it whose items it needs, in their order."""
+"""The numbers of the earlier segments whose items each segment needs, in their order."""
 
 
 @dataclass(frozen=True)
@@ -92,12 +92,12 @@ class Chain:
 
     @cached_property
     def states(self) -> Needs:
-        """What a recurrence needs: the maps of all segments of the document so far."""
+        """The needs of a recurrence: the maps of all segments of the document so far."""
         return tuple(tuple(self._before(number)) for number in range(len(self.segments)))
 
     @cached_property
     def work(self) -> tuple["RankWork", ...]:
-        """What each rank runs of a recurrence."""
+        """The tokens that each rank runs of a recurrence."""
         found = [RankWork()] * self.num_ranks
         for number, (tokens, _, rank, _, begins) in enumerate(self.segments):
             if begins:
@@ -164,11 +164,11 @@ class RankWork(NamedTuple):
     """Tokens that one rank runs."""
 
     begun: int = 0
-    """Of segments that begin a document: before states travel."""
+    """Tokens of segments that begin a document; they run before states travel."""
     mapped: int = 0
-    """Of others whose maps are needed: before, too."""
+    """Tokens of other segments whose maps are needed; they run before, too."""
     continued: int = 0
-    """Of others, mapped or not: after it."""
+    """Tokens of other segments, mapped or not; they run after states have travelled."""
 
     def plus(self, other: "RankWork") -> "RankWork":
         return RankWork(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
@@ -180,11 +180,11 @@ class ChainTraffic(NamedTuple):
     forward: Traffic = Traffic()
     backward: Traffic = Traffic()
     replay: Traffic = Traffic()
-    """What a recompute sends that has from its frame what was kept. One without a frame sends what
-    forward does."""
+    """The messages of a recompute that gets the kept items from its frame. A recompute without a
+    frame sends what forward does."""
 
     def without_backward(self) -> "ChainTraffic":
-        """Where nothing that goes into the exchanges has a gradient."""
+        """The traffic where nothing that goes into the exchanges has a gradient."""
         return self._replace(backward=Traffic())
 
     def plus(self, other: "ChainTraffic") -> "ChainTraffic":

@@ -9,7 +9,7 @@ from longctx_patch.plans.traffic import Traffic
 def to_heads_traffic(
     split: HeadSplit, heads: Sequence[Heads], rank: int, *, tokens: int, bytes_per_head: int
 ) -> Traffic:
-    """What one rank sends to get all ranks' tokens of its own heads.
+    """The traffic of one rank that gets all ranks' tokens of its own heads.
 
     Args:
         split: the heads that each rank of the Ulysses group computes.
@@ -34,7 +34,7 @@ def to_tokens_traffic(
     sizes: Sequence[int],
     bytes_per_head: int,
 ) -> Traffic:
-    """What one rank sends on the way back; `sizes` are the tokens of each rank of the group."""
+    """The traffic of one rank on the way back; `sizes` are the tokens of each rank of the group."""
     mine = sum(split.of(kind)[rank].size for kind in heads)
     return _total(
         [size * bytes_per_head * mine for other, size in enumerate(sizes) if other != rank]

@@ -1,4 +1,4 @@
-"""From a mask over global tokens to the fewest kernel calls over slots."""
+"""Turns a mask over global tokens into the fewest kernel calls over slots."""
 
 from collections.abc import Callable, Iterable
 from functools import cached_property, lru_cache
@@ -146,7 +146,7 @@ def _measure(
 
 
 def _is_uniform(layout: Layout) -> bool:
-    """Whether all ranks have runs of the same sizes, placed in the same way.
+    """Says whether all ranks have runs of the same sizes, placed in the same way.
 
     Which of two ranks comes first then says everything about their pair: each run's starts rise or
     fall with the rank, and all ranks' first runs come before all second ones.
@@ -161,12 +161,12 @@ def _is_uniform(layout: Layout) -> bool:
 
 
 def query_contributions(pieces: Iterable[Piece]) -> int:
-    """How many pieces may add to the gradient of one query: 1 where no two share a row."""
+    """The most pieces that add to the gradient of one query: 1 where no two share a row."""
     return _contributions([piece.q for piece in pieces])
 
 
 def key_contributions(pieces: Iterable[Piece]) -> int:
-    """How many pieces may add to the gradients of one key: 1 where no two share a column."""
+    """The most pieces that add to the gradients of one key: 1 where no two share a column."""
     return _contributions([piece.kv for piece in pieces])
 
 

@@ -32,7 +32,7 @@ class HeadTensor(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentShape:
-    """What decides the work and the traffic of one layer's recurrence, besides its tokens."""
+    """The sizes that decide work and traffic of one layer's recurrence, besides its tokens."""
 
     kind: RecurrenceKind
     num_heads: int
@@ -65,7 +65,7 @@ class RecurrentShape:
 
     @property
     def inputs(self) -> tuple[HeadTensor, ...]:
-        """In the order of the recurrence's inputs."""
+        """The tensors that travel, in the order of the recurrence's inputs."""
         narrow, wide = self.itemsize, self.wide_itemsize
         key = HeadTensor(Heads.KEY_VALUE, self.key_dim, narrow)
         value = HeadTensor(Heads.QUERY, self.value_dim, narrow)
@@ -83,8 +83,7 @@ class RecurrentShape:
 
 
 def states_because(num_heads: int, num_groups: int, degree: int) -> str | None:
-    """Why the heads of a recurrence can't be exchanged in a Ulysses group, in words; None: they
-    can."""
+    """Says why a Ulysses group can't exchange the heads of a recurrence; None: it can."""
     if degree == 1:
         return "ulysses_degree=1 exchanges no heads"
     if num_heads % degree:
@@ -98,7 +97,7 @@ def states_because(num_heads: int, num_groups: int, degree: int) -> str | None:
 
 
 def packets(forms: Sequence[Hashable]) -> list[list[int]]:
-    """Which tensors travel in one all-to-all: the numbers of those of one form."""
+    """The numbers of the tensors that travel in one all-to-all, since they have one form."""
     found: dict[Hashable, list[int]] = {}
     for number, form in enumerate(forms):
         found.setdefault(form, []).append(number)

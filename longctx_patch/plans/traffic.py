@@ -65,7 +65,7 @@ class Traffic:
 
 
 def plan_traffic(plan: Plan, shape: AttentionShape) -> tuple[Traffic, ...]:
-    """What each rank sends when the plan runs once."""
+    """The messages and bytes that each rank sends when the plan runs once."""
     totals = [Traffic()] * plan.num_ranks
     for step in plan.steps:
         for transfer in step.transfers:

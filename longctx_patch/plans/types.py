@@ -62,7 +62,7 @@ class Operand(Enum):
 
     @property
     def is_of_keys(self) -> bool:
-        """Whether its rows are those of keys and values."""
+        """Says whether its rows are those of keys and values."""
         return self in (Operand.KV, Operand.DKV, Operand.DKV_SUM)
 
     @property
@@ -71,7 +71,7 @@ class Operand(Enum):
 
     @property
     def partial(self) -> "Operand":
-        """Which partial result a transfer moves, whether as a sum or a single contribution."""
+        """The partial result that a transfer moves, whether as a sum or a single contribution."""
         return {Operand.DQ_SUM: Operand.DQ, Operand.DKV_SUM: Operand.DKV}.get(self, self)
 
 
@@ -151,7 +151,7 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """What all ranks do between two waits."""
+    """The works and transfers of all ranks between two waits."""
 
     transfers: tuple[Transfer, ...] = ()
     works: tuple[Work, ...] = ()
@@ -209,7 +209,7 @@ class Plan:
 
     @cached_property
     def rank_messages(self) -> tuple[tuple[tuple[RankStep, RankStep], ...], ...]:
-        """For each rank and step: the messages of inputs, and those of results."""
+        """The messages of inputs and those of results, for each rank and step."""
         return tuple(
             tuple((step.only(inputs=True), step.only(inputs=False)) for step in program)
             for program in self.rank_steps

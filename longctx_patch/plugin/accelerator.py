@@ -163,7 +163,7 @@ def shard_frozen(accelerator: Accelerator, model: Any) -> None:
 
 
 def states_on_host(accelerator: Accelerator) -> bool:
-    """Whether FSDP2 keeps parameters, gradients and with them the optimizer in host memory."""
+    """Says whether FSDP2 keeps parameters, gradients and the optimizer in host memory."""
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
@@ -239,7 +239,7 @@ def _gpu_wanted() -> bool:
 
 
 def _uses_fsdp2(plugin: Any, cpu: bool) -> bool:
-    """Whether parameters will be sharded. Raises for FSDP1 and for FSDP on the CPU."""
+    """Says whether parameters will be sharded. Raises for FSDP1 and for FSDP on the CPU."""
     if plugin is None and not flag("ACCELERATE_USE_FSDP"):
         return False
     version = int(os.environ.get("FSDP_VERSION", "1") if plugin is None else plugin.fsdp_version)

@@ -48,7 +48,7 @@ def _spans_machines() -> bool:
 
 
 def _takes_loopback() -> bool:
-    """Whether the first address of this machine's name that is its own is a loopback address."""
+    """Says whether the first own address of this machine's name is a loopback address."""
     with suppress(OSError):
         name = socket.gethostname()
         for family, kind, *_, address in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM):

@@ -35,7 +35,7 @@ def random_model(config: Any, dtype: torch.dtype, *, draw_on: torch.device) -> A
 
 
 def can_draw(config: Any, device: torch.device | None) -> bool:
-    """Whether weights are drawn here: on a GPU. On the CPU `from_config` draws them."""
+    """Says whether weights are drawn here: on a GPU. On the CPU `from_config` draws them."""
     return device is not None and device.type != "cpu" and config.model_type not in LEFT_AS_MADE
 
 
@@ -82,7 +82,7 @@ class RandomWeights:
         return drawn
 
     def _initialiser_of(self, name: str) -> Initialise:
-        """That of the innermost transformers model which holds a module."""
+        """The initialiser of the innermost transformers model that holds a module."""
         found: Any = self._model
         for holder in map(self._model.get_submodule, _prefixes(name.split("."))):
             found = holder if isinstance(holder, PreTrainedModel) else found
@@ -128,7 +128,7 @@ def _move(unit: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
 
 
 def _initialise(module: nn.Module, initialise: Initialise) -> None:
-    """What is within a module before itself, as transformers does."""
+    """Initialises what is within a module before the module itself, as transformers does."""
     for child in module.children():
         inner = child._init_weights if isinstance(child, PreTrainedModel) else initialise
         _initialise(child, inner)

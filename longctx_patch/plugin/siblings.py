@@ -14,7 +14,7 @@ from pathlib import Path
 BORN = "longctx_born"
 """A file in the folder that torch's launcher makes for each process, once the process is there."""
 PATIENCE_S = 60.0
-"""After which a process goes on without the others, whose files a full disk may not have taken."""
+"""The time after which a process goes on without the others, whose files a full disk may lack."""
 LOOK_S = 0.01
 
 

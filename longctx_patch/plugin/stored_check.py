@@ -1,4 +1,4 @@
-"""Whether the files of a checkpoint hold the weights of its model, from their headers alone."""
+"""Checks from headers alone that the files of a checkpoint hold the weights of its model."""
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence

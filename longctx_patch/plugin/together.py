@@ -1,4 +1,4 @@
-"""What all ranks tell each other on the host: facts, and refusals that none is left out of."""
+"""Facts that all ranks tell each other on the host, and refusals on all of them."""
 
 from collections.abc import Iterable
 from typing import TypeVar
@@ -19,7 +19,7 @@ def num_ranks() -> int:
 
 
 def of_all_ranks(mine: Fact, group: dist.ProcessGroup | None = None) -> list[Fact]:
-    """What each rank gives, by rank. Collective over the world; anything that pickles.
+    """Gathers what each rank gives, by rank; anything that pickles. Collective over the world.
 
     `group`: all ranks in a group of their own, for a thread beside the one that trains."""
     if not _has_group():

@@ -49,7 +49,7 @@ _ATTRIBUTE = "_longctx_unread"
 Slots = dict[str, tuple[nn.Module, str]]
 """Each weight's module and its name there, which wrappers around the module don't change."""
 WRITTEN_AFTER_READING = MappingProxyType({"youtu": "zeros to the row of its padding token"})
-"""By model type, what transformers writes into weights that it has read."""
+"""The changes that transformers makes to weights that it has read, by model type."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ class _Held:
 
 @dataclass(frozen=True)
 class _Unread:
-    """Where the weights of a model are, and where they go."""
+    """The weights of a model that are still to be read, and the places that they go to."""
 
     slots: Slots
     dtypes: dict[str, torch.dtype]
-    """What a weight is read as, before FSDP2 makes it what it is trained in."""
+    """The dtype that a weight is read in, before FSDP2 changes it to that of training."""
     stored: dict[str, StoredWeight]
     drawn: RandomWeights | _Held | None
     """Random weights, on rank 0 only."""
@@ -130,7 +130,7 @@ def unread_model(
 
 
 def is_unread(model: nn.Module) -> bool:
-    """Whether `model`, or the one that it wraps, is one of `unread_model` without weights."""
+    """Says whether `model`, or the one that it wraps, is one of `unread_model` without weights."""
     return any(_ATTRIBUTE in vars(module) for module in model.modules())
 
 
@@ -213,8 +213,8 @@ def _stored(name: str, config: Any, dtype: torch.dtype | None, allowed: Sequence
         )
     if (written := WRITTEN_AFTER_READING.get(config.model_type)) is not None:
         raise NeedsWholeReading(
-            f"of type {config.model_type} transformers writes {written} after reading. Load the "
-            "model with AutoModelForCausalLM.from_pretrained."
+            f"model {name!r} is a {config.model_type}: transformers writes {written} after "
+            "reading. Load it with AutoModelForCausalLM.from_pretrained."
         )
     config.name_or_path = folder
     tensors = read_headers(files)
@@ -285,7 +285,7 @@ def _replace(slots: Slots, make: Callable[[Tensor], Tensor]) -> None:
 
 
 def _made_early(others: dict[str, nn.Parameter], slots: Slots) -> Iterator[str]:
-    """What was computed from weights that had not been read, or written to them, in words."""
+    """Names what was computed from weights that had not been read, or written to them."""
     for name, parameter in others.items():
         if parameter.isnan().any():
             yield (
@@ -303,7 +303,7 @@ def _made_early(others: dict[str, nn.Parameter], slots: Slots) -> Iterator[str]:
 
 
 def _make_equal(parameter: nn.Parameter, device: torch.device) -> None:
-    """Rank 0's values on all ranks."""
+    """Copies rank 0's values to all ranks."""
     if _distributed():
         values = parameter.detach().to(device, copy=True)
         dist.broadcast(values, src=0)

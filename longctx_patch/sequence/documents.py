@@ -64,12 +64,12 @@ class Documents:
 
     @property
     def is_one(self) -> bool:
-        """Whether a single document fills the row."""
+        """Says whether a single document fills the row."""
         return sum(self.lengths[:1]) == self.num_tokens
 
     @cached_property
     def edges(self) -> tuple[int, ...]:
-        """Where each document starts, and where the last one ends."""
+        """The starts of all documents, and the end of the last one."""
         return tuple(accumulate(self.lengths, initial=0))
 
     def positions(self, tokens: "Tensor") -> "Tensor":

@@ -50,7 +50,7 @@ class Interval(NamedTuple):
         return [rest for rest in (before, after) if rest.size]
 
     def members_in(self, tokens: "Interval") -> "Interval":
-        """Which members, counted from 0, lie in a range of step 1."""
+        """Counts the members from 0, and returns those that lie in a range of step 1."""
         first = max(0, -(-(tokens.start - self.start) // self.step))
         last = min(self.size, -(-(tokens.stop - self.start) // self.step))
         return Interval(first, max(first, last))
@@ -87,7 +87,7 @@ class Rows:
         return sum(run.size for run in self.runs)
 
     def place(self, rows: Interval) -> Interval | None:
-        """Where `rows` lie among the packed rows; None if no run holds all of them."""
+        """The places of `rows` among the packed rows; None if no run holds all of them."""
         before = 0
         for run in self.runs:
             if run.start <= rows.start and rows.stop <= run.stop:
@@ -195,7 +195,7 @@ class Layout:
 
     @cached_property
     def _stops(self) -> list[int]:
-        """For each run, the largest stop of it and of the runs before (striped runs overlap)."""
+        """The largest stop of each run and of the runs before it (striped runs overlap)."""
         return list(accumulate((held.stop for held, _, _ in self._runs), max))
 
     @cached_property
@@ -219,7 +219,7 @@ class Layout:
 
 
 def _cover_each_token(intervals: Sequence[Interval], num_tokens: int) -> bool:
-    """Whether each token has one slot; `intervals` are sorted."""
+    """Says whether each token has one slot; `intervals` are sorted."""
     if all(interval.step == 1 for interval in intervals):
         starts = [interval.start for interval in intervals]
         return [*starts, num_tokens] == [0, *(interval.stop for interval in intervals)]

@@ -50,7 +50,7 @@ class Mask:
 
     @cached_property
     def is_causal(self) -> bool:
-        """Whether every token sees itself and all before it, and nothing else."""
+        """Says whether every token sees itself and all before it, and nothing else."""
         everything = Interval(0, self.num_tokens)
         if self.num_tokens < 2:
             return self.area == self.num_tokens
@@ -58,7 +58,7 @@ class Mask:
 
     @cached_property
     def sees_ahead(self) -> bool:
-        """Whether some token sees a later one."""
+        """Says whether some token sees a later one."""
         return any(last_ahead(piece) > 0 for piece in self.regions)
 
     @cached_property
@@ -71,7 +71,7 @@ class Mask:
         return sum(piece.area for piece in self.regions)
 
     def has_region(self, piece: Piece) -> bool:
-        """Whether a piece, in tokens, is exactly one of the regions."""
+        """Says whether a piece, in tokens, is exactly one of the regions."""
         return piece in self._region_set
 
     @cached_property
@@ -95,7 +95,7 @@ class Mask:
         return found
 
     def area_in(self, q: Interval, kv: Interval, piece: Piece) -> int:
-        """How many of a piece's pairs are allowed; the piece counts the members of `q` and `kv`."""
+        """Counts the allowed pairs of a piece; its rows and columns are members of `q` and `kv`."""
         found = (intersect(part, piece) for part in self.pieces(q, kv))
         return sum(part.area for part in found if part is not None)
 
@@ -142,7 +142,7 @@ class Mask:
 
     @cached_property
     def _last_stops(self) -> list[int]:
-        """For each region, the largest row stop of it and of all regions before it."""
+        """The largest row stop of each region and of all regions before it."""
         stops = np.array([piece.q.stop for piece in self.regions], dtype=np.int64)
         return np.maximum.accumulate(stops).tolist() if len(stops) else []
 

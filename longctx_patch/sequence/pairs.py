@@ -27,13 +27,13 @@ def pairs_of(length: int) -> int:
 
 
 def excess(loads: Ints) -> float:
-    """How far the largest of the ranks' loads `[ranks]` is above their mean; 0 if all are 0."""
+    """The excess of the largest of the ranks' loads `[ranks]` over their mean; 0 if all are 0."""
     total = int(loads.sum())
     return int(loads.max()) * len(loads) / total - 1 if total else 0.0
 
 
 def imbalance(documents: Documents, layout: Layout) -> float:
-    """How far the rank with the most allowed pairs is above the mean: 0.05 is 5 % above.
+    """The excess of the rank with the most allowed pairs over the mean: 0.05 is 5 % above.
 
     A pair belongs to the rank that holds its query. Computed in closed form, for layouts of
     consecutive tokens.

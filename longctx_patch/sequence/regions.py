@@ -174,7 +174,7 @@ def trim_tile(bits: NDArray[np.bool_]) -> Piece | None:
 
 
 def intersect(a: Piece, b: Piece) -> Piece | None:
-    """What two pieces of step 1 both allow."""
+    """The pairs that two pieces of step 1 both allow."""
     q, kv = a.q.intersect(b.q), a.kv.intersect(b.kv)
     if not (q.size and kv.size):
         return None
@@ -200,7 +200,7 @@ def _table(piece: Piece, q: Interval, kv: Interval) -> NDArray[np.bool_]:
 
 
 def last_ahead(piece: Piece) -> int:
-    """How far a key is after its query, at most."""
+    """The largest distance of a key after its query."""
     offset = piece.kv.start - piece.q.start
     if isinstance(piece.rule, Tile):
         rows, columns = np.nonzero(piece.rule.bits)

@@ -27,7 +27,7 @@ from longctx_patch.sequence.layout import Interval, Layout, Rows, even_cuts
 from longctx_patch.sequence.pairs import GOAL, Ints, excess, pairs_of
 
 NEVER = np.iinfo(np.int64).max
-"""More pairs than any row has."""
+"""A number of pairs that no row reaches."""
 
 SWAP_GOAL = 0.002
 """Imbalance at which no more documents are swapped. It is below `GOAL` because a swap of whole
@@ -116,9 +116,9 @@ class _Bins:
         self._pairs_of_left = pairs_of_left
         self._room = np.array([share.size for share in shares], dtype=np.int64)
         self._pairs = pairs_of_left * self._room
-        """By rank, including the pairs of what will fill its room."""
+        """The pairs of each rank, with those of what will fill its room."""
         self.held: list[list[_Piece]] = [[] for _ in shares]
-        """By rank, the longest piece first."""
+        """The pieces of each rank, the longest first."""
         self.cost = inf
         """Imbalance of the filled ranks, and what cuts cost besides."""
 

@@ -1,4 +1,4 @@
-"""Where ranks compare what they hold, before anything is sent that could hang.
+"""Lets ranks compare what they hold, before anything is sent that could hang.
 
 All meetings look alike on the wire: equally many numbers, of which the first says which meeting it
 is. So ranks at different points of a program notice it, instead of waiting for each other or
@@ -107,7 +107,7 @@ def digest(text: str) -> int:
 
 
 def table(everyone: Transport, mine: str) -> str:
-    """What each rank says of itself, in a line for each. Collective over `everyone`.
+    """Writes what each rank says of itself, a line for each. Collective over `everyone`.
 
     It is for errors: all ranks call it, once all know from a meeting that they will raise.
     """

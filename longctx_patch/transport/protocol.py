@@ -1,4 +1,4 @@
-"""What attention asks of a transport. Only transports talk to torch.distributed."""
+"""The protocol between attention and transports. Only transports talk to torch.distributed."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol

@@ -59,7 +59,7 @@ class Errors:
     grad_norm_rel_err: float
 
     def within(self, tolerance: float) -> bool:
-        """Whether all errors are within the tolerance; NaN never is."""
+        """Says whether all errors are within the tolerance; NaN never is."""
         found = (self.loss_rel_err, self.logits_rel_err, self.grad_rel_err, self.grad_norm_rel_err)
         return all(error <= tolerance for error in found)
 
@@ -81,7 +81,7 @@ class CaseResult(Errors):
     predicted_messages: int
     predicted_bytes: int
     traffic_as_predicted: bool
-    """Whether they are equal on every rank, not only in the sum."""
+    """True if they are equal on every rank, not only in the sum."""
     ok: bool
 
 

@@ -37,12 +37,12 @@ from longctx_patch.verification.reference import (
 from longctx_patch.verification.shrink import VOCAB_SIZE, build_small_model, shrink_config
 
 SEQ_LEN = 127
-"""Prime, so that no degree divides it."""
+"""A prime, so that no degree divides it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankResult:
-    """What a rank reports about a case."""
+    """A rank's report about a case."""
 
     errors: Errors
     mask: str

@@ -1,4 +1,4 @@
-"""What one unpatched process computes, on whole rows."""
+"""The numbers of one unpatched process, on whole rows."""
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +20,7 @@ Rows = list[dict[str, list[int]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """What one unpatched process computes; gradients and logits are in the model's dtype."""
+    """The numbers of one unpatched process; gradients and logits are in the model's dtype."""
 
     loss: float
     logits_NV: Tensor

@@ -25,9 +25,9 @@ VOCAB_SIZE = 251
 HIDDEN_SIZE = 48
 HEAD_DIM = 8
 WINDOW = 23
-"""Odd, and less than a rank's share of the tokens that are verified."""
+"""An odd window, less than a rank's share of the tokens that are verified."""
 SOFTCAP = 5.0
-"""Low enough to bend the scores of small heads."""
+"""A softcap low enough to bend the scores of small heads."""
 EXPERTS = {
     "num_experts": 4,
     "num_local_experts": 4,
@@ -282,7 +282,7 @@ class _WithoutFloat32(TorchFunctionMode):
 
 
 class _WholeNumbersToo(_WithoutFloat32):
-    """Whole numbers become float64 as well."""
+    """Turns whole numbers into float64 as well."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

@@ -33,12 +33,12 @@ class VirtualParity:
     """One training step on virtual ranks against the same step of the stock model; print it."""
 
     loss: float
-    """Of the whole rows; of the ranks' values, the one that is farthest from `stock_loss`."""
+    """The loss of the whole rows: the ranks' value that is farthest from `stock_loss`."""
     stock_loss: float
     grad_rel_errs: Mapping[str, float]
     """Relative error of each trained parameter's gradient, by the parameter's name."""
     messages: int
-    """Of all ranks, as `bytes`."""
+    """The messages of all ranks."""
     bytes: int
     traffic_as_planned: bool
     """Whether each rank sent what its plans say, to the byte."""
@@ -77,7 +77,7 @@ class VirtualParity:
 
 
 class _Step(NamedTuple):
-    """What one copy of the model computes."""
+    """The results of one copy of the model."""
 
     loss: float
     grads: dict[str, Tensor]
@@ -143,7 +143,7 @@ def verify_on_virtual_ranks(
 
 
 def _dtype(model: nn.Module) -> str:
-    """What all is computed in. Refuses what could not be compared; `patch` refuses the rest."""
+    """The dtype of the comparison. Refuses what could not be compared; `patch` refuses the rest."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise ValueError("no parameter requires a gradient: unfreeze some, to compare gradients.")
@@ -189,7 +189,7 @@ def _train(model: nn.Module, batch: Mapping[str, Any]) -> _Step:
 
 
 def _in(value: Any, dtype: torch.dtype) -> Any:
-    """Pixels, say, in the model's dtype."""
+    """Casts a floating-point input, such as pixels, to the model's dtype."""
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
@@ -210,7 +210,7 @@ def _compare(ranks: Sequence[_Step], stock: _Step, tolerance: float) -> VirtualP
 
 
 def _error(grads: Sequence[Tensor | None], stock: _Step, name: str) -> float:
-    """Of the ranks' mean; 0 where both are all zeros, as of an adapter's first matrix at first."""
+    """The error of the ranks' mean; 0 where both are zeros (an adapter's first matrix at first)."""
     some = next(grad for grad in (stock.grads.get(name), *grads) if grad is not None)
     zeros = torch.zeros_like(some)
     expected = stock.grads.get(name, zeros)

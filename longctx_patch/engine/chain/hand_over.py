@@ -27,10 +27,10 @@ class Exchange:
     needs: Needs
     transport: Transport
     sizes: Mapping[int, int]
-    """How many numbers the item of each segment has, for those that travel."""
+    """The numbers of each segment's item, for those that travel."""
     dtype: torch.dtype
     is_kept: bool
-    """Whether a checkpointed region that keeps attention keeps the items of others."""
+    """True if a checkpointed region that keeps attention keeps the items of others."""
 
     @property
     def rank(self) -> int:

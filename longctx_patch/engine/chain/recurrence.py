@@ -26,12 +26,12 @@ class Recurrence(Protocol):
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """What its results depend on by token, but the state: `[B, L, ...]` each."""
+        """Tensors by token that its results depend on, without the state: `[B, L, ...]` each."""
         ...
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
-        """What else its results depend on and may have a gradient."""
+        """The other tensors that its results depend on and that may have a gradient."""
         ...
 
     @property
@@ -153,5 +153,5 @@ def _state(recurrence: Recurrence, items: Sequence[Tensor]) -> Tensor:
 
 
 def _dtype(recurrence: Recurrence) -> torch.dtype:
-    """Of states: float32, or wider where the model is."""
+    """The dtype of states: float32, or wider where the model is."""
     return torch.promote_types(recurrence.inputs[0].dtype, torch.float32)

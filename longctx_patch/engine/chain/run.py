@@ -25,7 +25,7 @@ def checked_chain(layout: Layout, documents: Documents) -> Chain:
 
 @lru_cache(maxsize=32)
 def checked_tails(chain: Chain, num_tokens: int) -> Needs:
-    """What convolutions over `num_tokens` tokens before each need, verified."""
+    """The verified chain of convolutions that need `num_tokens` tokens before each."""
     needs = chain.tails(num_tokens)
     verify_needs(chain, needs, num_tokens)
     return needs

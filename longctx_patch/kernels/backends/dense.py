@@ -145,7 +145,7 @@ def _seen(
 
 
 def _scores(q_BGRLD: Tensor, k_BGMD: Tensor, score: Score, hidden_LM: Tensor | None) -> Tensor:
-    """What the softmax sees: minus infinity where a pair is hidden."""
+    """The scores that the softmax sees: minus infinity where a pair is hidden."""
     scores_BGRLM = _times(q_BGRLD, k_BGMD.mT).mul_(score.scale)
     if score.softcap is not None:
         scores_BGRLM.div_(score.softcap).tanh_().mul_(score.softcap)

@@ -16,7 +16,7 @@ from longctx_patch.sequence.regions import Tile
 
 
 class Lengths(NamedTuple):
-    """What kernels are told about the segments; for a single segment only its size."""
+    """The sizes of the segments as kernels take them; a single segment has no cumulative ones."""
 
     cumulative_q: Tensor | None
     cumulative_kv: Tensor | None
@@ -72,7 +72,7 @@ def window_keywords(segments: Segments, absent: int | None) -> dict[str, int | N
 
 @lru_cache(maxsize=256)
 def _cumulative(lengths: tuple[int, ...], batch: int, device: torch.device) -> Tensor:
-    """Where each segment of each row of the batch begins and the last one ends: int32.
+    """The starts of all segments of all rows of the batch, and the last end: int32.
 
     Every layer has the same lengths, and making them waits for a copy to the device.
     """

@@ -64,7 +64,7 @@ def measurable(request: KernelRequest, names: Sequence[str] | None = None) -> li
 def measured_here(
     names: list[str], request: KernelRequest, cache: ProbeCache, measure: Measure = measure
 ) -> Mapping[str, Measured]:
-    """What the cache says of these kernels; all are measured now if it lacks one."""
+    """Reads what the cache says of these kernels; measures all of them if it lacks one."""
     known = cache.read(request)
     if names and not known.keys() >= set(names):
         kernels = available(deterministic=request.deterministic)

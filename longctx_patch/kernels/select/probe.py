@@ -44,7 +44,7 @@ _TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
 @dataclass(frozen=True)
 class Measured:
-    """What a measurement found of one kernel."""
+    """The result of measuring one kernel."""
 
     seconds: Mapping[str, tuple[float, float]]
     """(forward, backward) of each case."""
@@ -87,7 +87,7 @@ def measure(
 
 
 def allowed_pairs(case: str, rows: int) -> int:
-    """How many pairs of query and key a case of `rows` rows computes, for each head."""
+    """The pairs of query and key that a case of `rows` rows computes, for each head."""
     return sum(piece.area for piece in _cases(rows)[case])
 
 

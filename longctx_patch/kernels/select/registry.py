@@ -43,7 +43,7 @@ class Record(NamedTuple):
     by_name_only: bool = False
     """`auto` never takes it."""
     package: Package | None = None
-    """What it comes in; None: torch."""
+    """The package that brings it; None: torch."""
     version: Callable[[], str | None] = _torch_version
     """The version of the library that computes, or None where there is none."""
     in_fixed_order: Kernel | None = None
@@ -130,7 +130,7 @@ def refusal(
 
 
 def words(request: KernelRequest) -> str:
-    """What is asked, as errors say it."""
+    """The request, as errors say it."""
     asked = [f"{dtype_name(request.dtype)} with head dim {request.head_dim}"]
     asked += ["softcap of scores"] if request.softcap else []
     asked += ["tables of allowed pairs"] if request.tiles else []

@@ -28,7 +28,7 @@ def direct_ring(schedule: Schedule) -> Iterator[Stage]:
 
 
 def _steps(pieces: PieceTable) -> Iterator[list[Works]]:
-    """What the ranks compute step by step; steps of a ring that need little are done together."""
+    """The works of the ranks, step by step; steps of a ring that need little are done together."""
     yield [ring_works(pieces, 0)]
     together: list[Works] = []
     travelling = np.zeros((2, len(pieces.sizes)))

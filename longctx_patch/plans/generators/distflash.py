@@ -31,7 +31,7 @@ def distflash(schedule: Schedule, *, balanced: bool) -> Iterator[Stage]:
 
 
 def _step(pieces: PieceTable, step: int, balanced: bool) -> list[Works]:
-    """What owners compute, and what helpers compute for others and, over later keys, themselves."""
+    """The works of owners, and those of helpers for others and, over later keys, for themselves."""
     ranks = np.arange(len(pieces.sizes))
     owners, helpers = ranks[ranks >= step], ranks[ranks < step]
     across = helpers - step + len(ranks)  # the ranks at the same distance, around the end

@@ -25,7 +25,7 @@ def ring(schedule: Schedule) -> Iterator[Stage]:
 
 
 def ring_works(pieces: PieceTable, step: int) -> Works:
-    """What the ranks compute in a step: each with the keys of the rank `step` before it."""
+    """The works of a step: each rank computes with the keys of the rank `step` before it."""
     ranks = np.arange(len(pieces.sizes))
     owners = (ranks - step) % len(ranks)
     works = Works(ranks, ranks, owners, pieces.kinds(ranks, owners))
@@ -58,7 +58,7 @@ def _backward_stages(pieces: PieceTable) -> Iterator[Stage]:
 
 
 def _kv_hops(pieces: PieceTable, step: int) -> tuple[Moves, ...]:
-    """In all steps but the last, the block at hand goes to the next rank, into the other buffer."""
+    """Sends the block at hand to the next rank, into its other buffer, unless this step is last."""
     num_ranks = len(pieces.sizes)
     if step >= num_ranks - 1:
         return ()

@@ -26,7 +26,7 @@ from longctx_patch.sequence.masks import Mask
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRecord:
-    """What is known of a schedule."""
+    """The properties of a schedule."""
 
     generate: Callable[[Schedule], Iterator[Stage]]
     layouts: tuple[LayoutName, ...]

@@ -45,7 +45,7 @@ def check_progress(programs: Sequence[Sequence[RankStep]]) -> list[str]:
 
 
 def _differences(sends: list[Transfer], receives: list[Transfer]) -> Iterator[tuple[str, str]]:
-    """How the two sides of a link differ in a step: the broken rule and the transfers."""
+    """Compares the two sides of a link in a step: yields the broken rule and the transfers."""
     unreceived = (Counter(sends) - Counter(receives)).elements()
     unsent = (Counter(receives) - Counter(sends)).elements()
     lines = [("match: sent and not received", str(transfer)) for transfer in unreceived]

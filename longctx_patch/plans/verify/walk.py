@@ -36,7 +36,7 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanReport:
-    """What the walk measured."""
+    """The measures of a walk through a plan."""
 
     area: int
     """Number of allowed (query, key) pairs."""
