@@ -28,7 +28,7 @@ STAMP := $(VENV)/.installed
 # Not tests/trainer/test_checkpoints.py: 5.17 can't resume on several CPU processes, with any model.
 OLDEST := transformers==5.17.0
 OLDEST_VENV := .venv-oldest
-OLDEST_TESTS := tests/hf/test_exactness.py tests/hf/test_patching.py tests/hf/loss tests/hf/model \
+OLDEST_TESTS := tests/hf/test_exactness.py tests/hf/test_patching.py tests/hf/loss tests/families \
     tests/hf/test_latent_attention.py tests/hf/call/test_mixers.py \
     tests/hf/call/test_mixer_kernels.py tests/hf/call/test_far_rows.py \
     tests/hf/call/test_mixer_frozen.py tests/verification/test_virtual_ranks.py \
@@ -37,7 +37,7 @@ OLDEST_TESTS := tests/hf/test_exactness.py tests/hf/test_patching.py tests/hf/lo
     tests/trl/test_trainers.py tests/recipes/data
 # Apart from the rest for their time: every family of models, runs under transformers' and TRL's
 # trainers, jobs of several processes under a launcher, memory, the planner, and faults.
-SLOW_TESTS := tests/hf/model tests/hf/call tests/hf/test_states_and_latents.py \
+SLOW_TESTS := tests/families tests/hf/call tests/hf/test_states_and_latents.py \
     tests/hf/test_exact_families.py tests/hf/test_masked_models.py tests/hf/test_images.py \
     tests/hf/test_rows.py tests/hf/test_token_log_probs.py tests/verification/test_shrink.py \
     tests/trainer tests/trl tests/recipes/test_trl_recipes.py \

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from longctx_patch.hf.model.facts import ModelFacts
+from longctx_patch.families.facts import ModelFacts
 from longctx_patch.predict.run.shape import ModelShape, shape_of
 
 _LLAMA_8B = {

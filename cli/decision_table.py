@@ -7,11 +7,11 @@ from longctx_patch.cli.decisions import Decisions
 from longctx_patch.cli.prediction import prediction_rows, why_unpredicted
 from longctx_patch.cli.recurrent_row import kernel_rows, recurrent_rows
 from longctx_patch.cli.units import size_text
-from longctx_patch.hf.model.facts import ModelFacts, Reach
-from longctx_patch.hf.model.family import RECURRENT, SINKS
-from longctx_patch.hf.model.rope import chosen_theta
-from longctx_patch.hf.model.rope_facts import describe_change, reach_problem, reachable_length
-from longctx_patch.hf.model.supported import FAMILIES
+from longctx_patch.families.facts import ModelFacts, Reach
+from longctx_patch.families.family import RECURRENT, SINKS
+from longctx_patch.families.rope import chosen_theta
+from longctx_patch.families.rope_facts import describe_change, reach_problem, reachable_length
+from longctx_patch.families.supported import FAMILIES
 from longctx_patch.memory.policies import POLICIES
 from longctx_patch.recipes import models
 from longctx_patch.recipes.mixture import read_mixture

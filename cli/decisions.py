@@ -15,9 +15,9 @@ from longctx_patch.cli.run_checks import check_out
 from longctx_patch.cli.run_recipe import Task, check_first_records, choose_task
 from longctx_patch.cli.step_sharing import Sharing, degrees_of, share
 from longctx_patch.config import LongContextConfig
-from longctx_patch.hf.model.checks import check_model_config
-from longctx_patch.hf.model.load import is_local, load_model_config
-from longctx_patch.hf.model.text_part import auto_class
+from longctx_patch.families.checks import check_model_config
+from longctx_patch.families.load_config import is_local, load_model_config
+from longctx_patch.families.text_part import auto_class
 from longctx_patch.plugin import accelerate_yaml
 from longctx_patch.plugin.stored_check import check_stored
 from longctx_patch.predict.run.cluster import Cluster

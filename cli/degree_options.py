@@ -9,8 +9,8 @@ from longctx_patch.choose.degrees import Way, costs_of_ways, most_ulysses
 from longctx_patch.choose.recurrence import RecurrentWork
 from longctx_patch.choose.tie import TIE, Cost, preferred
 from longctx_patch.cli.row_sample import TYPICAL_TOKENS, RowSample, sample_rows
-from longctx_patch.hf.model.facts import ModelFacts
-from longctx_patch.hf.model.recurrence import RecurrentLayers
+from longctx_patch.families.facts import ModelFacts
+from longctx_patch.families.recurrent_layers import RecurrentLayers
 from longctx_patch.predict.attention.costs import Workload
 from longctx_patch.predict.machines import Hardware
 from longctx_patch.predict.run.cluster import MOST_GPUS, gpus_together

@@ -20,9 +20,9 @@ from longctx_patch.cli.train import import_shared, limit_threads
 from longctx_patch.cli.train import start as start_processes
 from longctx_patch.cli.units import size_text
 from longctx_patch.config import LongContextConfig
-from longctx_patch.hf.model.checks import check_model_config
-from longctx_patch.hf.model.facts import ModelFacts
-from longctx_patch.hf.model.rope_facts import SCALINGS
+from longctx_patch.families.checks import check_model_config
+from longctx_patch.families.facts import ModelFacts
+from longctx_patch.families.rope_facts import SCALINGS
 from longctx_patch.rules.number_rules import parse_tokens
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from longctx_patch.cli.choice import Choice
-from longctx_patch.hf.model.text_part import auto_class_name
+from longctx_patch.families.text_part import auto_class_name
 
 if TYPE_CHECKING:
     from longctx_patch.recipes.merge import Merged

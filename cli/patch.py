@@ -8,7 +8,7 @@ import click
 
 from longctx_patch.cli.choice import Choice
 from longctx_patch.cli.tokens import Tokens
-from longctx_patch.hf.model.rope_facts import SCALINGS
+from longctx_patch.families.rope_facts import SCALINGS
 from longctx_patch.memory.policies import POLICIES
 from longctx_patch.recipes.data.unwritten import FIELDS
 

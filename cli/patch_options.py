@@ -8,7 +8,7 @@ from typing import Any
 
 from longctx_patch.cli.run_checks import check_weights
 from longctx_patch.cli.step_rows import rows_of_step
-from longctx_patch.hf.model.rope_facts import RopeKind
+from longctx_patch.families.rope_facts import RopeKind
 from longctx_patch.memory.policies import CheckpointPolicy
 from longctx_patch.recipes.data.addresses import absolute
 from longctx_patch.recipes.data.reading import TooLong

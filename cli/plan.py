@@ -123,9 +123,9 @@ def plan_command(model: str, **options: Any) -> None:
     """
     from longctx_patch.choose.search import longest, search
     from longctx_patch.config import LongContextConfig
-    from longctx_patch.hf.model.checks import check_model_config
-    from longctx_patch.hf.model.load import load_model_config
-    from longctx_patch.hf.model.rope_facts import possible_kinds, reachable_length
+    from longctx_patch.families.checks import check_model_config
+    from longctx_patch.families.load_config import load_model_config
+    from longctx_patch.families.rope_facts import possible_kinds, reachable_length
 
     asked = PlanOptions(**options)
     asked.check()

@@ -5,7 +5,7 @@ from typing import Any
 
 from longctx_patch.choose.advice import advice
 from longctx_patch.choose.search import Result, usable_bytes
-from longctx_patch.hf.model.facts import ModelFacts
+from longctx_patch.families.facts import ModelFacts
 from longctx_patch.predict.run.cluster import Cluster, parse_cluster
 from longctx_patch.recipes.memory_report import predict_run
 from longctx_patch.recipes.settings import Settings

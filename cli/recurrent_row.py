@@ -5,8 +5,8 @@ from typing import Any
 
 from longctx_patch.choose.recurrence import both_ways, decide_recurrence, recompute_of
 from longctx_patch.config import LongContextConfig
+from longctx_patch.families.recurrent_layers import kernel_packages, recurrent_layers
 from longctx_patch.hf.call.kernel_faults import TRUSTS_MENDED
-from longctx_patch.hf.model.recurrence import kernel_packages, recurrent_layers
 from longctx_patch.plans.recurrent import states_because
 from longctx_patch.predict.machines import MACHINES
 from longctx_patch.sequence.documents import Documents

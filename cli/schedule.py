@@ -164,8 +164,8 @@ def schedule_command(model: str | None, **options: Any) -> None:
 
 def _heads_of(model: str) -> dict[str, int]:
     """The heads of a model, from its config."""
-    from longctx_patch.hf.model.facts import ModelFacts
-    from longctx_patch.hf.model.load import load_model_config
+    from longctx_patch.families.facts import ModelFacts
+    from longctx_patch.families.load_config import load_model_config
 
     facts = ModelFacts.of(load_model_config(model))
     heads = {"heads": facts.num_heads, "kv_heads": facts.num_kv_heads, "head_dim": facts.head_dim}
@@ -178,7 +178,7 @@ def recurrences(model: str | None, batch: int) -> "Recurrences | None":
     if model is None:
         return None
     from longctx_patch.cli.schedule_recurrent import Recurrences
-    from longctx_patch.hf.model.load import load_model_config
+    from longctx_patch.families.load_config import load_model_config
 
     return Recurrences.of(load_model_config(model), batch)
 

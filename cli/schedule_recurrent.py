@@ -6,8 +6,8 @@ from typing import Any
 from longctx_patch.choose.recurrence import RecurrentWork
 from longctx_patch.cli.timeline import time_text
 from longctx_patch.cli.units import size_text
-from longctx_patch.hf.model.facts import ModelFacts
-from longctx_patch.hf.model.recurrence import recurrent_layers
+from longctx_patch.families.facts import ModelFacts
+from longctx_patch.families.recurrent_layers import recurrent_layers
 from longctx_patch.plans.generators.setting import Setting
 from longctx_patch.plans.recurrent import RecurrentShape, RecurrentWay, states_because
 from longctx_patch.plans.types import Direction

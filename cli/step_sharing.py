@@ -13,9 +13,9 @@ from longctx_patch.cli.degree_options import DegreeChooser, asked_degrees
 from longctx_patch.cli.patch_options import PatchOptions
 from longctx_patch.cli.prediction import prediction, require_fit, why_unpredicted
 from longctx_patch.cli.step_rows import forwards_of_step
-from longctx_patch.hf.model.checks import check_model_config
-from longctx_patch.hf.model.facts import ModelFacts
-from longctx_patch.hf.model.recurrence import recurrent_layers
+from longctx_patch.families.checks import check_model_config
+from longctx_patch.families.facts import ModelFacts
+from longctx_patch.families.recurrent_layers import recurrent_layers
 from longctx_patch.predict.machines import MACHINES
 from longctx_patch.predict.run.cluster import Cluster
 from longctx_patch.recipes.memory_report import job_of, predict_run

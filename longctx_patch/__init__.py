@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     )
     from longctx_patch.evaluation.evaluate import ContextEvaluation, evaluate_context
     from longctx_patch.evaluation.scores import ContextScores, compare_scores
+    from longctx_patch.families.checks import UnsupportedModelError
+    from longctx_patch.families.rope import scale_rope
     from longctx_patch.health.agreement import model_facts, require_agreement
     from longctx_patch.health.finite import BadStepError, FiniteSteps, StepHistory
     from longctx_patch.health.limits import TimeLimits
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
         fuse_layers,
         require_fused_layers,
     )
-    from longctx_patch.hf.model.checks import UnsupportedModelError
-    from longctx_patch.hf.model.rope import scale_rope
     from longctx_patch.hf.patching import patch
     from longctx_patch.hf.preflight import WillNotFit, preflight
     from longctx_patch.loss.law import count_valid_tokens
@@ -83,8 +83,8 @@ _NAMES_IN = {
     "health.step_numbers": ("StepNumbers",),
     "health.weights": ("check_weights",),
     "hf.layers.fused_layers": ("choose_fused_layers", "fuse_layers", "require_fused_layers"),
-    "hf.model.checks": ("UnsupportedModelError",),
-    "hf.model.rope": ("scale_rope",),
+    "families.checks": ("UnsupportedModelError",),
+    "families.rope": ("scale_rope",),
     "health.limits": ("TimeLimits",),
     "health.watchdog": ("Watchdog",),
     "hf.handle": ("PatchHandle",),

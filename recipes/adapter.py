@@ -15,7 +15,7 @@ import torch
 from peft import LoraConfig, PeftConfig, PeftModel
 from transformers import PreTrainedConfig
 
-from longctx_patch.hf.model.text_part import auto_class
+from longctx_patch.families.text_part import auto_class
 
 SUPPORTED = {
     *("task_type", "peft_type", "peft_version", "auto_mapping", "base_model_name_or_path"),

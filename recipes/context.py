@@ -8,8 +8,8 @@ from typing import get_args
 
 from transformers import PreTrainedConfig
 
-from longctx_patch.hf.model.rope import scale_rope
-from longctx_patch.hf.model.rope_facts import RopeKind
+from longctx_patch.families.rope import scale_rope
+from longctx_patch.families.rope_facts import RopeKind
 from longctx_patch.recipes.settings_file import setting
 from longctx_patch.rules.names import require_choice
 

@@ -14,9 +14,9 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longctx_patch.checkpoints.series import steps_of, trainer_checkpoints_of
-from longctx_patch.hf.model.load import is_bare_config, load_model_config
-from longctx_patch.hf.model.rope_facts import reach_problem, reachable_length
-from longctx_patch.hf.model.text_part import auto_class
+from longctx_patch.families.load_config import is_bare_config, load_model_config
+from longctx_patch.families.rope_facts import reach_problem, reachable_length
+from longctx_patch.families.text_part import auto_class
 from longctx_patch.recipes import models
 from longctx_patch.recipes.model_card import ADAPTER_FILE
 from longctx_patch.recipes.models import TOKENIZER_FILES, WEIGHT_FILES

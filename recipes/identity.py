@@ -17,8 +17,8 @@ from longctx_patch.checkpoints.fingerprint import (
     tokenizer_digest,
 )
 from longctx_patch.checkpoints.train_state import read_run
+from longctx_patch.families.load_config import is_bare_config
 from longctx_patch.health.agreement import versions
-from longctx_patch.hf.model.load import is_bare_config
 from longctx_patch.plugin.together import own_rank, refuse_together
 from longctx_patch.recipes.data.sources import parts_of
 from longctx_patch.recipes.models import WEIGHT_FILES

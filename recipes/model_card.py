@@ -18,9 +18,9 @@ import yaml
 from transformers import PreTrainedConfig
 
 from longctx_patch import __version__
-from longctx_patch.hf.model.load import load_model_config
-from longctx_patch.hf.model.rope_facts import describe_rope, full_attention_rope
-from longctx_patch.hf.model.text_part import auto_class_name
+from longctx_patch.families.load_config import load_model_config
+from longctx_patch.families.rope_facts import describe_rope, full_attention_rope
+from longctx_patch.families.text_part import auto_class_name
 from longctx_patch.recipes.models import is_bare_config
 from longctx_patch.recipes.settings import ModelSettings, parallelism_of
 

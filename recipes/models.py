@@ -19,14 +19,14 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from longctx_patch.hf.model.load import (
+from longctx_patch.families.load_config import (
     is_bare_config,
     load_model_config,
     require_reachable,
     whole_config,
 )
-from longctx_patch.hf.model.rope_facts import reach_problem
-from longctx_patch.hf.model.text_part import auto_class
+from longctx_patch.families.rope_facts import reach_problem
+from longctx_patch.families.text_part import auto_class
 from longctx_patch.plugin import NeedsWholeReading, text_model, unread_model
 from longctx_patch.plugin.random_weights import random_model
 from longctx_patch.plugin.stored_check import check_loaded, check_stored, freeze_as_made

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from longctx_patch.hf.model.load import is_bare_config, whole_config
-from longctx_patch.hf.model.text_part import auto_class_name
+from longctx_patch.families.load_config import is_bare_config, whole_config
+from longctx_patch.families.text_part import auto_class_name
 
 FP8_METHODS = frozenset({"fp8", "fbgemm_fp8"})
 

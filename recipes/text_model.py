@@ -12,8 +12,8 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from longctx_patch.hf.model.load import load_model_config
-from longctx_patch.hf.model.text_part import auto_class_name
+from longctx_patch.families.load_config import load_model_config
+from longctx_patch.families.text_part import auto_class_name
 from longctx_patch.plugin import text_model
 from longctx_patch.recipes.launch import one_message
 from longctx_patch.recipes.quantised import check_not_fp8

@@ -18,13 +18,13 @@ from longctx_patch.checkpoints.disk import explained_disk
 from longctx_patch.checkpoints.run_folder import make_output
 from longctx_patch.checkpoints.series import FLIGHT, trainer_checkpoints_of
 from longctx_patch.checkpoints.signals import StopSignals
+from longctx_patch.families.load_config import is_bare_config
 from longctx_patch.health.watchdog import Watchdog
 from longctx_patch.hf.layers.fused_layers import (
     choose_fused_layers,
     fuse_layers,
     require_fused_layers,
 )
-from longctx_patch.hf.model.load import is_bare_config
 from longctx_patch.plugin import close_accelerator
 from longctx_patch.plugin.gloo_interface import choose_gloo_interface
 from longctx_patch.recipes import hub, models

@@ -24,11 +24,11 @@ from longctx_patch.evaluation.scoring import sample_problems, score_samples
 from longctx_patch.evaluation.tasks.make import haystacks, make_samples
 from longctx_patch.evaluation.tasks.sample import Sample
 from longctx_patch.evaluation.tasks.sources import Sources
+from longctx_patch.families.rope_facts import reach_problem
 from longctx_patch.health.agreement import require_agreement
 from longctx_patch.health.watchdog import Watchdog
 from longctx_patch.hf.call.inputs import vocabulary_problem
 from longctx_patch.hf.handle import PatchHandle
-from longctx_patch.hf.model.rope_facts import reach_problem
 from longctx_patch.plugin.together import of_all_ranks, own_rank, refuse_together
 
 Text = str | Sequence[int]

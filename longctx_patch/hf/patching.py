@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from longctx_patch.config import LongContextConfig, require_config
 from longctx_patch.engine.groups import SequenceGroup, make_sequence_group
+from longctx_patch.families.checks import check_model_config, check_modules
 from longctx_patch.hf.call.decoder_call import DecoderCalls
 from longctx_patch.hf.call.fire_check import FirstStep
 from longctx_patch.hf.call.latents import bind_latents
@@ -29,7 +30,6 @@ from longctx_patch.hf.layers.mlp_tiles import bind_mlps
 from longctx_patch.hf.loss.lm_head import bind_head, bind_passes
 from longctx_patch.hf.loss.shard_loss import ShardLoss
 from longctx_patch.hf.model import transformers_api
-from longctx_patch.hf.model.checks import check_model_config, check_modules
 from longctx_patch.hf.model.sequence_kernels import lacks_convolution
 from longctx_patch.hf.model.transformers_api import name_own_blocks
 from longctx_patch.hf.row_passes import RowPasses

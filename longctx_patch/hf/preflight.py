@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from longctx_patch.hf.handle import PatchHandle
-from longctx_patch.hf.layers.rehearsal import (
+from longctx_patch.hf.layers.rehearsed_step import (
     NUM_LAYERS,
     Rehearsal,
     WholeStep,

@@ -29,7 +29,7 @@ from longctx_patch.data.whole_rows import (
     read_rows,
 )
 from longctx_patch.engine.groups import SequenceGroup
-from longctx_patch.hf.call import images
+from longctx_patch.hf.call import image_rows
 from longctx_patch.hf.call.inputs import option_problem, vocabulary_problem
 from longctx_patch.hf.call.row import ShardedRow
 from longctx_patch.hf.counted import number_of, require_known_group
@@ -37,8 +37,8 @@ from longctx_patch.hf.layers.checkpointing import GRADIENTS_IN_EVALUATION
 from longctx_patch.hf.loss.lm_head import computes_scores
 from longctx_patch.hf.loss.shard_loss import would_have_gradients
 from longctx_patch.hf.model import transformers_api
+from longctx_patch.hf.model.stock_model import input_bias, stock_model
 from longctx_patch.hf.row_outputs import ASKING, OTHER_OUTPUTS, Request, request_of, whole_outputs
-from longctx_patch.hf.stock import input_bias, stock_model
 from longctx_patch.transport.meeting import Meeting, digest, meet, table
 
 Arguments = dict[str, Any]
@@ -71,7 +71,9 @@ class RowPasses:
         self._model, self._group = model, group
         self._stock = stock_model(model)
         self._is_recurrent = bool(transformers_api.recurrent_modules(model))
-        self._of_images = images.ARGUMENTS if transformers_api.reads_images(model) else frozenset()
+        self._of_images = (
+            image_rows.ARGUMENTS if transformers_api.reads_images(model) else frozenset()
+        )
         self._collate = SequenceShardCollator(
             group.config, group_rank=group.group_rank, pad_token_id=0
         )
@@ -133,8 +135,8 @@ class RowPasses:
         if given.get(WANTED_KEY) is not None:
             return True
         if given.get(SHARD_KEY) is not None:
-            if images.has_images(given):
-                raise ValueError(images.OF_SHARDS)
+            if image_rows.has_images(given):
+                raise ValueError(image_rows.OF_SHARDS)
             return False
         if cache := transformers_api.cache_given(given):
             self._check_cache(cache)
@@ -164,7 +166,7 @@ class RowPasses:
         is_unread = problem is not None and not isinstance(problem, UnknownTokens)
         if self._group.num_ranks == 1 and is_unread and WANTED_KEY not in given:
             return None
-        grids, pixels = (images.grids(given), images.checksum(given)) if shard else ((), 0)
+        grids, pixels = (image_rows.grids(given), image_rows.checksum(given)) if shard else ((), 0)
         said = digest(repr(request)), digest(repr(grids)), pixels
         found = meet(self._group.everyone, Meeting.ROWS, said, problem)
         wanted, seen, looks = zip(*found, strict=True)
@@ -185,7 +187,7 @@ class RowPasses:
                 "rank or on a worker of its dataloader."
             )
         others = {name: value for name, value in given.items() if name not in READ | ASKING}
-        for name in images.KINDS:  # of which positions, or a mask, have been made
+        for name in image_rows.KINDS:  # of which positions, or a mask, have been made
             others.pop(name, None)
         if self._of_images:
             others |= NO_MASKS
@@ -225,11 +227,11 @@ class RowPasses:
 
     def _with_images(self, given: Arguments, shard: Arguments) -> Arguments:
         """The same for rows with images: whole ids and positions, which the decoder cuts."""
-        if not self._of_images or not images.has_images(given):
+        if not self._of_images or not image_rows.has_images(given):
             return shard
-        images.check_images(self._model, given)
+        image_rows.check_images(self._model, given)
         length = ShardedRow.read(shard[SHARD_KEY]).documents.num_tokens
-        whole, rows = images.whole_inputs(self._model, given, shard[ROWS_KEY], length)
+        whole, rows = image_rows.whole_inputs(self._model, given, shard[ROWS_KEY], length)
         return shard | whole | {ROWS_KEY: rows}
 
     def _check_cache(self, name: str) -> None:

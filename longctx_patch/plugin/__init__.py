@@ -1,6 +1,6 @@
 """Sequence parallelism inside Accelerate: device mesh, checks of the world, launch YAML."""
 
-from longctx_patch.hf.model.stored_tensors import NeedsWholeReading
+from longctx_patch.families.stored_tensors import NeedsWholeReading
 from longctx_patch.plugin.accelerator import (
     close_accelerator,
     make_accelerator,

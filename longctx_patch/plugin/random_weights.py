@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longctx_patch.hf.model.text_part import auto_class
+from longctx_patch.families.text_part import auto_class
 from longctx_patch.plugin.stored_check import model_without_memory
 
 Initialise = Callable[[nn.Module], object]

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 
-from longctx_patch.hf.model.load import whole_config
-from longctx_patch.hf.model.stored_tensors import NeedsWholeReading, read_headers, weight_files
-from longctx_patch.hf.model.stored_weights import ALLOW, is_allowed, stored_weights
-from longctx_patch.hf.model.text_part import auto_class
+from longctx_patch.families.load_config import whole_config
+from longctx_patch.families.stored_tensors import NeedsWholeReading, read_headers, weight_files
+from longctx_patch.families.stored_weights import ALLOW, is_allowed, stored_weights
+from longctx_patch.families.text_part import auto_class
 
 
 def check_stored(name: str, config: Any, allowed: Sequence[str] = ()) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForImageTextToText
 
-from longctx_patch.hf.model.load import is_local, load_model_config, whole_config
-from longctx_patch.hf.model.stored_weights import differ_though_tied
-from longctx_patch.hf.model.text_part import TEXT_TYPES, text_weights
+from longctx_patch.families.load_config import is_local, load_model_config, whole_config
+from longctx_patch.families.stored_weights import differ_though_tied
+from longctx_patch.families.text_part import TEXT_TYPES, text_weights
 from longctx_patch.plugin.stored_check import check_loaded, model_without_memory
 
 

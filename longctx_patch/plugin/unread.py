@@ -28,19 +28,19 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import GenerationConfig
 from transformers.utils.logging import tqdm
 
-from longctx_patch.hf.model.load import is_bare_config, load_model_config, whole_config
-from longctx_patch.hf.model.stored_tensors import (
+from longctx_patch.families.load_config import is_bare_config, load_model_config, whole_config
+from longctx_patch.families.stored_tensors import (
     READERS,
     NeedsWholeReading,
     read_headers,
     weight_files,
 )
-from longctx_patch.hf.model.stored_weights import (
+from longctx_patch.families.stored_weights import (
     StoredWeight,
     differ_though_tied,
     stored_weights,
 )
-from longctx_patch.hf.model.text_part import auto_class, text_weights
+from longctx_patch.families.text_part import auto_class, text_weights
 from longctx_patch.plugin.random_weights import RandomWeights, can_draw, drawn_seed
 from longctx_patch.plugin.stored_check import model_without_memory
 from longctx_patch.plugin.together import refuse_together

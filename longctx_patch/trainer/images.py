@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from longctx_patch.hf.call.images import PIXELS
+from longctx_patch.hf.call.image_rows import PIXELS
 from longctx_patch.hf.handle import PatchHandle
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.plugin.together import of_all_ranks

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from longctx_patch.config import LongContextConfig
 from longctx_patch.data import SHARD_KEY, SequenceShardCollator
+from longctx_patch.families.checks import FAMILIES, check_model_config
+from longctx_patch.families.family import ROUTER
+from longctx_patch.families.text_part import text_part
 from longctx_patch.hf.call.row import ShardedRow
 from longctx_patch.hf.handle import PatchHandle
-from longctx_patch.hf.model.checks import FAMILIES, check_model_config
-from longctx_patch.hf.model.family import ROUTER
-from longctx_patch.hf.model.text_part import text_part
 from longctx_patch.hf.patching import patch
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.processes import run_processes
@@ -116,7 +116,7 @@ def _checked_ranks(
     if text_part(model_config) is not model_config:
         raise ValueError(
             f"a config of {model_config.model_type}, which reads images too: its text model is "
-            "verified. Give load_model_config(NAME), of longctx_patch.hf.model.load, in its place."
+            "verified. Give load_model_config(NAME) of longctx_patch.families.load_config."
         )
     if seq_len < 3:
         raise ValueError(f"seq_len={seq_len}: it must be 3 or more, so that a label can be cut.")

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from longctx_patch.families.facts import FULL, LayerFacts, ModelFacts
+from longctx_patch.families.text_part import auto_class
 from longctx_patch.hf.model import transformers_api
-from longctx_patch.hf.model.facts import FULL, LayerFacts, ModelFacts
 from longctx_patch.hf.model.sequence_kernels import run_torch_recurrences
-from longctx_patch.hf.model.text_part import auto_class
 
 NUM_LAYERS = 2
 VOCAB_SIZE = 251

@@ -15,7 +15,7 @@ from longctx_patch.cli.patch import TOO_LONG
 from longctx_patch.cli.plan import KINDS
 from longctx_patch.cli.plan_chart import draw_bars
 from longctx_patch.cli.tokens import Tokens
-from longctx_patch.hf.model.load import load_model_config
+from longctx_patch.families.load_config import load_model_config
 from longctx_patch.predict.machines import MACHINES
 from longctx_patch.predict.run.candidate import Job
 from longctx_patch.predict.run.cluster import parse_cluster

@@ -4,8 +4,8 @@ import pytest
 
 from longctx_patch import LongContextConfig
 from longctx_patch.cli.recurrent_row import kernel_rows, recurrent_rows
+from longctx_patch.families.recurrent_layers import kernel_packages
 from longctx_patch.hf.model import transformers_api
-from longctx_patch.hf.model.recurrence import kernel_packages
 from longctx_patch.hf.model.sequence_kernels import KERNELS, functions_of
 from tests.hf.call.test_mixers import CHAINED
 from tests.hf.tiny import featured_model

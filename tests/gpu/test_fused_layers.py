@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.models.llama import modeling_llama
 
+from longctx_patch.families.text_part import auto_class
 from longctx_patch.hf.layers.fused_layers import (
     LIGER_FAMILIES,
     FusedLayersName,
@@ -15,7 +16,6 @@ from longctx_patch.hf.layers.fused_layers import (
     fuse_layers,
 )
 from longctx_patch.hf.model.sequence_kernels import run_torch_recurrences
-from longctx_patch.hf.model.text_part import auto_class
 from longctx_patch.verification.shrink import keep_float64
 from tests.hf.tiny import SUPPORTED, featured_config, tiny_model
 from tests.memory.trained import Trained

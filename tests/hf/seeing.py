@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from longctx_patch.hf.model.text_part import TEXT_TYPES
+from longctx_patch.families.text_part import TEXT_TYPES
 from tests.hf.features import FEATURES
 from tests.hf.float64 import padded_rows
 from tests.hf.tiny import VOCABULARY

@@ -7,8 +7,8 @@ runs under one of the ways to cut rows, padded or packed, and every checkpoint p
 import pytest
 
 from longctx_patch import LongContextConfig
-from longctx_patch.hf.model.family import CHUNKS, LATENT, RECURRENT
-from longctx_patch.hf.stock import MASKED_WITHOUT_POSITIONS
+from longctx_patch.families.family import CHUNKS, LATENT, RECURRENT
+from longctx_patch.hf.model.stock_model import MASKED_WITHOUT_POSITIONS
 from tests.hf.float64 import WAYS, assert_exact, in_float64, packed_row, padded_rows
 from tests.hf.tiny import SUPPORTED, featured_model
 

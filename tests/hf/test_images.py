@@ -21,10 +21,10 @@ from longctx_patch import (
     virtual_group,
 )
 from longctx_patch.config import LossName
-from longctx_patch.hf.call.images import spans_mask
-from longctx_patch.hf.model.checks import UnsupportedModelError
-from longctx_patch.hf.model.family import IMAGES, RECURRENT
-from longctx_patch.hf.model.supported import FAMILIES
+from longctx_patch.families.checks import UnsupportedModelError
+from longctx_patch.families.family import IMAGES, RECURRENT
+from longctx_patch.families.supported import FAMILIES
+from longctx_patch.hf.call.image_rows import spans_mask
 from longctx_patch.sequence.masks import bidirectional
 from longctx_patch.transport import VirtualTransport
 from longctx_patch.verification import verify

@@ -21,8 +21,8 @@ from longctx_patch import (
     run_virtual_ranks,
     virtual_group,
 )
-from longctx_patch.hf.model.facts import ModelFacts
-from longctx_patch.hf.model.family import LATENT, RECURRENT
+from longctx_patch.families.facts import ModelFacts
+from longctx_patch.families.family import LATENT, RECURRENT
 from longctx_patch.hf.model.transformers_api import attention_modules
 from longctx_patch.transport import VirtualTransport
 from longctx_patch.verification.shrink import keep_float64

@@ -14,8 +14,8 @@ from longctx_patch import (
     UnsupportedModelError,
     patch,
 )
+from longctx_patch.families.checks import check_model_config
 from longctx_patch.hf import patching
-from longctx_patch.hf.model.checks import check_model_config
 from longctx_patch.sequence.masks import bidirectional
 from tests.harness import run_distributed
 from tests.hf.steps import collated

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from longctx_patch import LongContextConfig, UnsupportedModelError, masks, patch
+from longctx_patch.families.checks import check_model_config
 from longctx_patch.hf.handle import PatchHandle
-from longctx_patch.hf.model.checks import check_model_config
 from longctx_patch.operator.decided import row_mask
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.verification.shrink import keep_float64

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from longctx_patch import LongContextConfig
-from longctx_patch.hf.model.family import LATENT, RECURRENT
+from longctx_patch.families.family import LATENT, RECURRENT
 from tests.covering import covering_all_of_two
 from tests.hf.by_documents import padded_rows, stock_step, whole_row
 from tests.hf.float64 import in_float64

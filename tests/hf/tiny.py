@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from longctx_patch.hf.model.family import IMAGES, RECURRENT
-from longctx_patch.hf.model.supported import FAMILIES as ALL
-from longctx_patch.hf.model.text_part import auto_class
+from longctx_patch.families.family import IMAGES, RECURRENT
+from longctx_patch.families.supported import FAMILIES as ALL
+from longctx_patch.families.text_part import auto_class
 from longctx_patch.verification.shrink import keep_float64
 from tests.hf.features import FEATURES, VOCABULARY
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 
-from longctx_patch.hf.model.facts import ModelFacts
+from longctx_patch.families.facts import ModelFacts
 from longctx_patch.hf.model.transformers_api import (
     attention_modules,
     decoder_layers,

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from longctx_patch import LongContextConfig, patch
+from longctx_patch.families.checks import UnsupportedModelError
+from longctx_patch.families.family import EXPERTS, ROUTER
 from longctx_patch.hf.layers.mlp_tiles import TiledForward, bind_mlps, tiles_of_layers
-from longctx_patch.hf.model.checks import UnsupportedModelError
-from longctx_patch.hf.model.family import EXPERTS, ROUTER
 from longctx_patch.hf.model.transformers_api import decoder_layers, dense_mlps
 from longctx_patch.memory.policies import CheckpointPolicy
 from tests.hf.tiny import SUPPORTED, featured_model, gradients, precise_model, tiny_model

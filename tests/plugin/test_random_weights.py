@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from longctx_patch.hf.model.text_part import auto_class
+from longctx_patch.families.text_part import auto_class
 from longctx_patch.plugin import load_sharded, random_weights, unread, unread_model
 from longctx_patch.plugin.random_weights import LEFT_AS_MADE, RandomWeights, can_draw, random_model
 from tests.harness import run_distributed

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
 from longctx_patch import LongContextConfig, SequenceShardCollator, patch
-from longctx_patch.hf.model import stored_tensors
-from longctx_patch.hf.model.stored_weights import SAMPLED_ROWS
+from longctx_patch.families import stored_tensors
+from longctx_patch.families.stored_weights import SAMPLED_ROWS
 from longctx_patch.plugin import NeedsWholeReading, load_sharded, unread, unread_model
 from longctx_patch.plugin.stored_check import check_stored
 from tests.harness import run_distributed

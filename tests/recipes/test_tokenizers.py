@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from longctx_patch.hf.model.load import load_model_config
+from longctx_patch.families.load_config import load_model_config
 from longctx_patch.recipes import models
 from longctx_patch.recipes.settings import Settings
 from tests.hf.tiny import tiny_config

@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
 from longctx_patch import LongContextConfig
+from longctx_patch.families.checks import check_model_config
+from longctx_patch.families.facts import ModelFacts
 from longctx_patch.hf.model import transformers_api
-from longctx_patch.hf.model.checks import check_model_config
-from longctx_patch.hf.model.facts import ModelFacts
 from longctx_patch.memory.run_layer import run_layer
 from longctx_patch.verification.shrink import (
     HEAD_DIM,

@@ -8,8 +8,10 @@ from torch import Tensor, nn
 
 from longctx_patch.data import ROWS_KEY, SHARD_KEY
 from longctx_patch.engine.groups import SequenceGroup
+from longctx_patch.families.checks import UnsupportedModelError, adapter_problem
+from longctx_patch.families.rope_facts import reach_problem
 from longctx_patch.hf.call.fire_check import FirstStep
-from longctx_patch.hf.call.images import Spans, own_tokens, spans_mask
+from longctx_patch.hf.call.image_rows import Spans, own_tokens, spans_mask
 from longctx_patch.hf.call.inputs import (
     check_whole_rows,
     input_problem,
@@ -23,8 +25,6 @@ from longctx_patch.hf.call.sharded import LayerKind, ShardedCall, key_of
 from longctx_patch.hf.call.stock_documents import check_one_document
 from longctx_patch.hf.layers.checkpointing import LayerCheckpoints
 from longctx_patch.hf.model import transformers_api
-from longctx_patch.hf.model.checks import UnsupportedModelError, adapter_problem
-from longctx_patch.hf.model.rope_facts import reach_problem
 from longctx_patch.sequence.masks import Mask
 from longctx_patch.transport.meeting import Meeting, SequenceParallelismError
 

@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 
 from longctx_patch.config import LongContextConfig
 from longctx_patch.engine.key_form import Expansion
+from longctx_patch.families.checks import UnsupportedModelError
+from longctx_patch.families.facts import ModelFacts
 from longctx_patch.hf.model import transformers_api
-from longctx_patch.hf.model.checks import UnsupportedModelError
-from longctx_patch.hf.model.facts import ModelFacts
 
 
 def bind_latents(model: PreTrainedModel, config: LongContextConfig) -> Callable[[], None]:

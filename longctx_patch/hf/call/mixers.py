@@ -23,11 +23,11 @@ from longctx_patch.engine.chain.run import ChainRun
 from longctx_patch.engine.chain.state_space import StateSpace
 from longctx_patch.engine.recurrent_heads import checked_heads, run_over_heads
 from longctx_patch.engine.ulysses import Resharder
+from longctx_patch.families.recurrent_layers import recurrent_layers
 from longctx_patch.hf.call.kernel_faults import check_faults
 from longctx_patch.hf.call.mixer_kernels import check_kernels
 from longctx_patch.hf.call.sharded import ShardedCall
 from longctx_patch.hf.model import transformers_api
-from longctx_patch.hf.model.recurrence import recurrent_layers
 from longctx_patch.hf.model.sequence_kernels import kernel_takes, runs_kernel, with_names
 from longctx_patch.hf.model.transformers_api import CALL_KEY
 from longctx_patch.plans.chain import ChainTraffic

@@ -13,12 +13,12 @@ from longctx_patch.engine.call import AttentionCall, CallShape
 from longctx_patch.engine.chain.run import checked_chain
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.engine.selective import selection_of
+from longctx_patch.families.facts import chunk_of
 from longctx_patch.hf.call.fire_check import FireCheck
 from longctx_patch.hf.call.gather import whole_router_logits
 from longctx_patch.hf.call.inputs import KNOWN_TO_LAYERS, short
 from longctx_patch.hf.call.latents import expansion_of
 from longctx_patch.hf.model import transformers_api
-from longctx_patch.hf.model.facts import chunk_of
 from longctx_patch.kernels import Score
 from longctx_patch.operator.decided import decided_call, row_mask
 from longctx_patch.plans import Direction

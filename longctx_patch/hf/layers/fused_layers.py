@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
+from longctx_patch.families.checks import FAMILIES, UnsupportedModelError
+from longctx_patch.families.family import EXPERTS, ROUTER
 from longctx_patch.hf.layers.mlp_tiles import without_tiles
 from longctx_patch.hf.model import transformers_api
-from longctx_patch.hf.model.checks import FAMILIES, UnsupportedModelError
-from longctx_patch.hf.model.family import EXPERTS, ROUTER
 from longctx_patch.kernels.installed import Package, runs_triton
 from longctx_patch.rules.names import require_choice
 

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 
+from longctx_patch.families.facts import ModelFacts
 from longctx_patch.hf.model import transformers_api
-from longctx_patch.hf.model.facts import ModelFacts
 from longctx_patch.memory.last_product import is_plain
 from longctx_patch.memory.limits import tiles_that_fit
 from longctx_patch.memory.meter import total_bytes

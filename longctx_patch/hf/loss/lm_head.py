@@ -24,6 +24,9 @@ from transformers import PreTrainedModel
 
 from longctx_patch.data import ROWS_KEY, SHARD_KEY
 from longctx_patch.data.whole_rows import RowsPass
+from longctx_patch.families.facts import text_config
+from longctx_patch.families.family import LogitsRule
+from longctx_patch.families.supported import FAMILIES
 from longctx_patch.hf.call.gather import chosen_tokens
 from longctx_patch.hf.call.row import ShardedRow
 from longctx_patch.hf.loss.shard_loss import LossPass, ShardLoss
@@ -34,9 +37,6 @@ from longctx_patch.hf.loss.token_head import (
     shard_scores,
 )
 from longctx_patch.hf.model import transformers_api
-from longctx_patch.hf.model.facts import text_config
-from longctx_patch.hf.model.family import LogitsRule
-from longctx_patch.hf.model.supported import FAMILIES
 from longctx_patch.loss.law import IGNORE_INDEX
 from longctx_patch.loss.linear_cross_entropy import linear_cross_entropy, linear_scores
 

@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 from longctx_patch.data import ROWS_KEY, SHARD_KEY
 from longctx_patch.data.whole_rows import HeadScores, RowsPass
 from longctx_patch.engine.groups import SequenceGroup
+from longctx_patch.families.facts import text_config
 from longctx_patch.hf.call.inputs import short
 from longctx_patch.hf.layers.checkpointing import GRADIENTS_IN_EVALUATION
 from longctx_patch.hf.loss.token_head import TokenFields, shard_scores
-from longctx_patch.hf.model.facts import text_config
 from longctx_patch.hf.model.transformers_api import router_weight
 from longctx_patch.loss.law import IGNORE_INDEX, replica_scale, scale_of, sum_of_token_losses
 from longctx_patch.transport import VirtualTransport

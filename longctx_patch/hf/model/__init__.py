@@ -1,1 +1,1 @@
-"""What a model family is: the table of support, checks of a config, RoPE scaling."""
+"""The stock model: what is assumed of transformers, and the kernels that it runs."""

@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from longctx_patch.hf.model.facts import text_config
+from longctx_patch.families.facts import text_config
 
 OLDEST, NEWEST = Version("5.17"), Version("6")
 

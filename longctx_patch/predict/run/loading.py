@@ -1,6 +1,6 @@
 """Host memory that loading the weights takes, predicted."""
 
-from longctx_patch.hf.model.stored_tensors import BLOCK_BYTES, READERS
+from longctx_patch.families.stored_tensors import BLOCK_BYTES, READERS
 from longctx_patch.predict.run.candidate import Candidate, Job
 from longctx_patch.predict.run.components import loaded_bytes, states
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from longctx_patch.hf.model.facts import RECURRENT, ModelFacts, text_config
-from longctx_patch.hf.model.recurrence import recurrent_layers
-from longctx_patch.hf.model.text_part import auto_class
+from longctx_patch.families.facts import RECURRENT, ModelFacts, text_config
+from longctx_patch.families.recurrent_layers import recurrent_layers
+from longctx_patch.families.text_part import auto_class
 from longctx_patch.plans.recurrent import RecurrentShape
 from longctx_patch.predict.recurrence import run_flops
 

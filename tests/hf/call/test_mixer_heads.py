@@ -12,9 +12,9 @@ import torch
 from longctx_patch import LongContextConfig, patch
 from longctx_patch.choose.recurrence import row_of
 from longctx_patch.engine.groups import virtual_group
+from longctx_patch.families.family import CONVOLUTION
+from longctx_patch.families.recurrent_layers import layer_traffic, recurrent_layers
 from longctx_patch.hf.model import transformers_api
-from longctx_patch.hf.model.family import CONVOLUTION
-from longctx_patch.hf.model.recurrence import layer_traffic, recurrent_layers
 from longctx_patch.plans.recurrent import RecurrentWay
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.sequence.documents import Documents

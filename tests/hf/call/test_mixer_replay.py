@@ -14,7 +14,7 @@ from torch import nn
 
 from longctx_patch import LongContextConfig, PatchHandle
 from longctx_patch.choose.recurrence import row_of
-from longctx_patch.hf.model.recurrence import layer_traffic, recurrent_layers
+from longctx_patch.families.recurrent_layers import layer_traffic, recurrent_layers
 from longctx_patch.hf.model.transformers_api import CALL_KEY, recurrent_modules
 from longctx_patch.plans.recurrent import RecurrentWay
 from longctx_patch.plans.traffic import Traffic

@@ -10,10 +10,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from longctx_patch import LongContextConfig, UnsupportedModelError, patch
+from longctx_patch.families.checks import check_model_config
+from longctx_patch.families.family import RECURRENT
 from longctx_patch.hf.call.mixers import OVER_CHAIN, check_mixers
 from longctx_patch.hf.model import transformers_api
-from longctx_patch.hf.model.checks import check_model_config
-from longctx_patch.hf.model.family import RECURRENT
 from longctx_patch.hf.model.sequence_kernels import KERNELS
 from longctx_patch.sequence.masks import causal
 from longctx_patch.verification.shrink import keep_float64

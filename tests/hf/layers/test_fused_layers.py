@@ -10,6 +10,7 @@ from torch._dynamo.utils import counters
 from transformers.integrations import liger
 from transformers.models.llama import modeling_llama
 
+from longctx_patch.families.checks import FAMILIES, UnsupportedModelError
 from longctx_patch.hf.layers import fused_layers
 from longctx_patch.hf.layers.fused_layers import (
     LIGER_FAMILIES,
@@ -17,7 +18,6 @@ from longctx_patch.hf.layers.fused_layers import (
     fuse_layers,
     require_fused_layers,
 )
-from longctx_patch.hf.model.checks import FAMILIES, UnsupportedModelError
 from longctx_patch.kernels.installed import Package
 from longctx_patch.memory.ladder import after_climbs
 from tests.harness import run_distributed

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from longctx_patch.engine.call import CallShape
-from longctx_patch.hf.model.facts import ModelFacts
+from longctx_patch.families.facts import ModelFacts
 from longctx_patch.plans import Direction
 from longctx_patch.plans.generators.setting import Setting
 from longctx_patch.predict.attention.costs import Workload, predict

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from longctx_patch.choose.search import longest, result_of, search
-from longctx_patch.hf.model.facts import ModelFacts
-from longctx_patch.hf.model.family import CONVOLUTION, DELTA, STATE_SPACE
+from longctx_patch.families.facts import ModelFacts
+from longctx_patch.families.family import CONVOLUTION, DELTA, STATE_SPACE
 from longctx_patch.memory.policies import CheckpointPolicy, LayerPolicy
 from longctx_patch.predict.recurrence import run_flops
 from longctx_patch.predict.run.components import host_bytes

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longctx_patch.hf.model.stored_tensors import BLOCK_BYTES, READERS
+from longctx_patch.families.stored_tensors import BLOCK_BYTES, READERS
 from longctx_patch.predict.run.cluster import parse_cluster
 from longctx_patch.predict.run.loading import LAYER_OBJECTS_BYTES, loading_bytes
 from longctx_patch.predict.run.shape import shape_of

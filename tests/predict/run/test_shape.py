@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from longctx_patch.hf.model.facts import ModelFacts
+from longctx_patch.families.facts import ModelFacts
 from longctx_patch.predict.run.shape import shape_of
 from tests.hf.tiny import SUPPORTED, featured_config, tiny_config
 from tests.predict.run.jobs import llama_shape

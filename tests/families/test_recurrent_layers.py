@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from longctx_patch.families.family import RECURRENT
+from longctx_patch.families.recurrent_layers import recurrent_layers
 from longctx_patch.hf.model import transformers_api
-from longctx_patch.hf.model.family import RECURRENT
-from longctx_patch.hf.model.recurrence import recurrent_layers
 from tests.hf.tiny import SUPPORTED, featured_model
 
 FAMILIES = [name for name, family in SUPPORTED.items() if set(family.features) & set(RECURRENT)]

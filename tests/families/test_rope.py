@@ -15,9 +15,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from longctx_patch import LongContextConfig
-from longctx_patch.hf.model.checks import check_model_config
-from longctx_patch.hf.model.rope import chosen_theta, scale_rope
-from longctx_patch.hf.model.rope_facts import (
+from longctx_patch.families.checks import check_model_config
+from longctx_patch.families.rope import chosen_theta, scale_rope
+from longctx_patch.families.rope_facts import (
     SCALINGS,
     WITHOUT_POSITIONS,
     RopeKind,

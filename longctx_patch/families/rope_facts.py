@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from longctx_patch.hf.model.facts import FULL, ModelFacts, Reach, is_latent, text_config
+from longctx_patch.families.facts import FULL, ModelFacts, Reach, is_latent, text_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -18,7 +18,7 @@ from longctx_patch import (
     verify_on_virtual_ranks,
     virtual_group,
 )
-from longctx_patch.hf.model.checks import EXACT_ADAPTERS, INEXACT_LORA
+from longctx_patch.families.checks import EXACT_ADAPTERS, INEXACT_LORA
 from longctx_patch.transport import VirtualTransport
 from tests.hf.float64 import padded_rows
 from tests.hf.tiny import tiny_model

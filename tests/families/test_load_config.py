@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from longctx_patch.hf.model.config_values import problem_of
-from longctx_patch.hf.model.load import load_model_config
+from longctx_patch.families.config_values import problem_of
+from longctx_patch.families.load_config import load_model_config
 from tests.hf.tiny import FAMILIES, featured_config, tiny_config
 from tests.tiny_llama import TINY_LLAMA
 

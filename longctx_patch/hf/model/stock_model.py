@@ -5,8 +5,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from longctx_patch.data.stock_rows import StockModel
+from longctx_patch.families.facts import ModelFacts, sees_absolute_positions, text_config
 from longctx_patch.hf.model import transformers_api
-from longctx_patch.hf.model.facts import ModelFacts, sees_absolute_positions, text_config
 
 NORMED_AFTER_ROPE = ("hunyuan_v1_dense", "hunyuan_v1_moe")
 """Families that weigh the numbers of a head after they are rotated, which their distances alone no

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx_patch.hf.model.stored_tensors import NeedsWholeReading, StoredTensor
+from longctx_patch.families.stored_tensors import NeedsWholeReading, StoredTensor
 
 STACKED = (("MergeModulelist", 0),)
 STACKED_PAIRS = (("MergeModulelist", 0), ("Concatenate", 1))

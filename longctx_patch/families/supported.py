@@ -2,7 +2,7 @@
 
 A family is supported when all its mixing of tokens goes through transformers' attention registry or
 through the recurrences and short convolutions that run over chains (`hf/call/mixers.py`), its
-positions come from `position_ids`, and tests/hf/model/test_checks.py compares it with stock eager
+positions come from `position_ids`, and tests/families/test_checks.py compares it with stock eager
 attention. `refused.py` says of some others why they are not. This file imports no torch and no
 transformers.
 """
@@ -10,7 +10,7 @@ transformers.
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from longctx_patch.hf.model.family import (
+from longctx_patch.families.family import (
     CHUNKS,
     CONVOLUTION,
     DELTA,
@@ -27,7 +27,7 @@ from longctx_patch.hf.model.family import (
     LogitsRule,
     supported,
 )
-from longctx_patch.hf.model.refused import NOT_PROVEN, REFUSED
+from longctx_patch.families.refused import NOT_PROVEN, REFUSED
 
 GEMMA_LOGITS = LogitsRule(operation="softcap", holder="config", attribute="final_logit_softcapping")
 COHERE_LOGITS = LogitsRule(operation="multiply", holder="model", attribute="logit_scale")

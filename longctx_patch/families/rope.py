@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_args
 
-from longctx_patch.hf.model.facts import ModelFacts
-from longctx_patch.hf.model.rope_facts import (
+from longctx_patch.families.facts import ModelFacts
+from longctx_patch.families.rope_facts import (
     KEPT,
     STRETCHED,
     RopeKind,

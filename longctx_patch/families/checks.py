@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from longctx_patch.hf.model.facts import (
+from longctx_patch.families.facts import (
     CHUNKED,
     FULL,
     WINDOWED,
@@ -15,9 +15,9 @@ from longctx_patch.hf.model.facts import (
     layer_kinds,
     text_config,
 )
-from longctx_patch.hf.model.family import IMAGES, RECURRENT, SINKS, SOFTCAP, Family
-from longctx_patch.hf.model.rope_facts import follows_length, ropes_of
-from longctx_patch.hf.model.supported import FAMILIES, TABLE, refusal_of
+from longctx_patch.families.family import IMAGES, RECURRENT, SINKS, SOFTCAP, Family
+from longctx_patch.families.rope_facts import follows_length, ropes_of
+from longctx_patch.families.supported import FAMILIES, TABLE, refusal_of
 from longctx_patch.plans.head_split import halves
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ EXACT_ADAPTERS = frozenset(
         *("UNILORA", "VBLORA", "VERA", "WAVEFT"),
     }
 )
-"""PEFT's types of adapters that tests/hf/model/test_adapters.py compares with one process."""
+"""PEFT's types of adapters that tests/families/test_adapters.py compares with one process."""
 INEXACT_LORA: Mapping[str, str] = MappingProxyType(
     {
         "alora_invocation_tokens": "looks for these tokens in a rank's share of a row",

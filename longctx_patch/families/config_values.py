@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-from longctx_patch.hf.model.facts import given
+from longctx_patch.families.facts import given
 from longctx_patch.rules.names import did_you_mean
 
 COUNTS = (

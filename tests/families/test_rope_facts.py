@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from longctx_patch.hf.model.rope import scale_rope
-from longctx_patch.hf.model.rope_facts import reach_problem, reachable_length
+from longctx_patch.families.rope import scale_rope
+from longctx_patch.families.rope_facts import reach_problem, reachable_length
 from tests.hf.tiny import featured_config, tiny_config
 
 

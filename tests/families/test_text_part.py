@@ -14,11 +14,11 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForImageTextToText
 
 from longctx_patch import LongContextConfig, patch, run_virtual_ranks, virtual_group
-from longctx_patch.hf.model.checks import UnsupportedModelError, check_model_config
-from longctx_patch.hf.model.family import RECURRENT
-from longctx_patch.hf.model.load import load_model_config
-from longctx_patch.hf.model.supported import FAMILIES
-from longctx_patch.hf.model.text_part import TEXT_TYPES, auto_class, text_weights
+from longctx_patch.families.checks import UnsupportedModelError, check_model_config
+from longctx_patch.families.family import RECURRENT
+from longctx_patch.families.load_config import load_model_config
+from longctx_patch.families.supported import FAMILIES
+from longctx_patch.families.text_part import TEXT_TYPES, auto_class, text_weights
 from longctx_patch.plugin import NeedsWholeReading, text_model, unread_model
 from longctx_patch.transport import VirtualTransport
 from longctx_patch.verification.shrink import keep_float64

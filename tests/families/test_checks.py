@@ -11,11 +11,11 @@ from packaging.version import Version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from longctx_patch import LongContextConfig, UnsupportedModelError, patch
-from longctx_patch.hf.model.checks import TABLE, check_model_config
-from longctx_patch.hf.model.facts import ModelFacts, is_latent
-from longctx_patch.hf.model.family import RECURRENT
-from longctx_patch.hf.model.refused import REFUSED as REFUSED_TYPES
-from longctx_patch.hf.model.text_part import auto_class
+from longctx_patch.families.checks import TABLE, check_model_config
+from longctx_patch.families.facts import ModelFacts, is_latent
+from longctx_patch.families.family import RECURRENT
+from longctx_patch.families.refused import REFUSED as REFUSED_TYPES
+from longctx_patch.families.text_part import auto_class
 from longctx_patch.verification.shrink import keep_float64
 from tests.harness import run_distributed
 from tests.hf.features import WINDOW

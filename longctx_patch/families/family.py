@@ -13,7 +13,7 @@ CHUNKS, TEMPERATURE = "chunked attention", "temperature by position"
 LATENT = "latent attention"
 """MLA: keys and values are expanded from a latent of each token, and have different head sizes."""
 IMAGES = "images"
-"""Images among the tokens, embedded before rows are cut (`hf/call/images.py`)."""
+"""Images among the tokens, embedded before rows are cut (`hf/call/image_rows.py`)."""
 EXPERTS, ROUTER = "experts", "router loss"
 """Families with a router loss have experts too; `EXPERTS` stands where there is no such loss."""
 

@@ -2,9 +2,9 @@
 
 from typing import Any, NamedTuple
 
-from longctx_patch.hf.model.facts import ModelFacts, given, text_config
-from longctx_patch.hf.model.family import CONVOLUTION, DELTA, STATE_SPACE
-from longctx_patch.hf.model.supported import FAMILIES
+from longctx_patch.families.facts import ModelFacts, given, text_config
+from longctx_patch.families.family import CONVOLUTION, DELTA, STATE_SPACE
+from longctx_patch.families.supported import FAMILIES
 from longctx_patch.plans.chain import ChainTraffic
 from longctx_patch.plans.recurrent import RecurrentShape, RecurrentWay
 from longctx_patch.predict.recurrence import Row, convolution_traffic, recurrence_traffic
