@@ -6,7 +6,7 @@ from typing import Any
 from longctx_patch.cli.decisions import Decisions
 from longctx_patch.cli.prediction import prediction_rows, why_unpredicted
 from longctx_patch.cli.recurrent_row import kernel_rows, recurrent_rows
-from longctx_patch.cli.units import size_text
+from longctx_patch.cli.text_table import size_text
 from longctx_patch.families.facts import ModelFacts, Reach
 from longctx_patch.families.family import RECURRENT, SINKS
 from longctx_patch.families.rope import chosen_theta

@@ -1,85 +1,81 @@
 """`longctx doctor`: whether this machine, or a launcher's world, can train, and what mends it."""
 
 import json
-import os
 import platform
 import sys
 import time
-from dataclasses import dataclass
-from math import nan
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from longctx_patch.cli.doctor_report import AGAIN, ALL_NODES, Diagnosis, next_command, render
+from longctx_patch.cli.arguments import gone_option
+from longctx_patch.cli.text_table import aligned
 
 if TYPE_CHECKING:
-    from longctx_patch.diagnosis.check import Check
     from longctx_patch.diagnosis.gpus import Gpus
-    from longctx_patch.diagnosis.world import Place
+    from longctx_patch.diagnosis.nodes import Place
+    from longctx_patch.diagnosis.packages import Check
+
+AGAIN = "longctx doctor"
+ALL_NODES = "all"
+"""The host of checks that all ranks do together."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DoctorOptions:
-    """The options of `longctx doctor`, as click reads them."""
+@dataclass(frozen=True)
+class Diagnosis:
+    """Checks by host, and what to run next."""
 
-    out: Path
-    rendezvous: tuple[str, int] | None
-    limit: float
-    quick: bool
+    checks: "Sequence[tuple[str, Check]]"
+    """(host, check) in the order of the report."""
+    next: str
 
+    @property
+    def failed(self) -> list[str]:
+        """Names of the checks that failed."""
+        return list(dict.fromkeys(each.name for _, each in self.checks if each.state == "failed"))
 
-def _place(context: object, parameter: object, text: str | None) -> tuple[str, int] | None:
-    from longctx_patch.diagnosis.network import USUAL_PORT, parse_place
-
-    host = os.environ.get("MASTER_ADDR")
-    if text is None and host:
-        host = f"[{host}]" if ":" in host else host
-        text = f"{host}:{os.environ.get('MASTER_PORT', USUAL_PORT)}"
-    return None if text is None else parse_place(text)
+    def as_json(self) -> dict[str, Any]:
+        """What `--json` prints."""
+        checks = [{"host": host, **asdict(each)} for host, each in self.checks]
+        return {"ok": not self.failed, "checks": checks, "next": self.next}
 
 
 @click.command("doctor", short_help="Check that this machine can train.")
 @click.option(
     "--out", type=click.Path(path_type=Path), default=".", help="Where runs will be [this folder]."
 )
-@click.option(
-    "--rendezvous",
-    metavar="HOST:PORT",
-    callback=_place,
-    help="Where several nodes will meet [what MASTER_ADDR and MASTER_PORT say, if set].",
-)
+@gone_option("--rendezvous", "under the launcher of the run, doctor tries whether nodes meet")
 @click.option(
     "--limit", type=click.FloatRange(1), default=60.0, help="Seconds of the exchange [60]."
 )
 @click.option("--quick", is_flag=True, help="Without the exchange, and without timing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-def doctor_command(as_json: bool, **options: Any) -> None:
+def doctor_command(out: Path, limit: float, quick: bool, as_json: bool) -> None:
     """Check that this machine can train, and print the command that mends what can't.
 
-    Looks at Python and packages, torch's build and the driver, GPUs and their links, attention
-    kernels, memory, disks, network and ports. Measures each GPU's matrix products and copies, and
-    copies between GPUs: what is 10 % slower than its like, or than its kind is known to be, is a
-    warning, 30 % a failure. Then processes, one for each GPU (two on the CPU
-    with fewer than two GPUs), exchange what training exchanges; numbers are checked, and a hang
-    ends at the limit. Under a launcher its own processes do this, on all nodes:
-    `accelerate launch --config_file FILE -m longctx_patch.cli.main doctor`. Exit code 1 if
-    something failed, 0 otherwise, also with warnings.
+    Looks at packages, torch's build and the driver, GPUs and their links, attention kernels and
+    disks. Measures each GPU's matrix products and copies, and copies between GPUs: what is 10 %
+    slower than its like, or than its kind is known to be, is a warning, 30 % a failure. Then
+    processes, one for each GPU (two on the CPU with fewer than two GPUs), exchange what training
+    exchanges; numbers are checked, and a hang ends at the limit. Under a launcher its own processes
+    do this, on all nodes: `accelerate launch --config_file FILE -m longctx_patch.cli.main doctor`.
+    Exit code 1 if something failed, 0 otherwise, also with warnings.
     """
-    started, asked = time.perf_counter(), DoctorOptions(**options)
+    started = time.perf_counter()
     broken = _without_torch()
-    found, speaks = (broken, True) if broken else diagnose(asked)
+    found, speaks = (broken, True) if broken else diagnose(out, limit, quick=quick)
     if speaks:
         seconds = time.perf_counter() - started
         click.echo(json.dumps(found.as_json()) if as_json else render(found, seconds))
-    raise SystemExit(0 if found.ok else 1)
+    raise SystemExit(1 if found.failed else 0)
 
 
 def _without_torch() -> Diagnosis | None:
     """What can be said where torch is missing or does not load; None where it does."""
-    from longctx_patch.diagnosis.check import Check
-    from longctx_patch.diagnosis.packages import check_packages, installed
+    from longctx_patch.diagnosis.packages import Check, check_packages, installed
 
     try:
         import torch  # noqa: F401
@@ -89,24 +85,22 @@ def _without_torch() -> Diagnosis | None:
     return None
 
 
-def diagnose(options: DoctorOptions) -> tuple[Diagnosis, bool]:
+def diagnose(out: Path, limit: float, *, quick: bool) -> tuple[Diagnosis, bool]:
     """The checks of this machine or of the launcher's world, and whether this process reports."""
     from longctx_patch.diagnosis.exchange import check_exchange
     from longctx_patch.diagnosis.gpus import read_gpus
-    from longctx_patch.diagnosis.speeds import known_link
-    from longctx_patch.diagnosis.world import launched
+    from longctx_patch.diagnosis.nodes import launched
 
-    place = launched()
-    if place is not None and not place.speaks_for_node:
-        return _with_world(place, [], options, AGAIN)
-    gpus = read_gpus()
-    checks = _of_machine(options, gpus, place)
-    following = next_command(gpus)
-    known = known_link(gpus)
+    place, checks, following = launched(), list["Check"](), AGAIN
+    if place is None or place.speaks_for_node:
+        gpus = read_gpus()
+        # A launcher's other processes wait meanwhile, so kernels are not timed there.
+        checks = _of_machine(out, gpus, quick=quick, times_kernels=not quick and place is None)
+        following = next_command(gpus)
     if place is not None:
-        return _with_world(place, checks, options, following, known)
-    if not options.quick:
-        checks.append(check_exchange(len(gpus.seen), options.limit, known=known))
+        return _with_world(place, checks, limit, following, quick=quick)
+    if not quick:
+        checks.append(check_exchange(len(gpus.seen), limit))
     return _alone(checks, following), True
 
 
@@ -114,35 +108,20 @@ def _alone(checks: "list[Check]", following: str) -> Diagnosis:
     return Diagnosis([(platform.node(), each) for each in checks], following)
 
 
-def _of_machine(options: DoctorOptions, gpus: "Gpus", place: "Place | None") -> "list[Check]":
-    from longctx_patch.diagnosis import disk, host, packages, speeds
-    from longctx_patch.diagnosis.bytecode import check_bytecode, compiled_each_time
-    from longctx_patch.diagnosis.gpu_checks import check_gpus, check_links, check_torch
-    from longctx_patch.diagnosis.kernels import check_fused_layers, check_kernels
+def _of_machine(out: Path, gpus: "Gpus", *, quick: bool, times_kernels: bool) -> "list[Check]":
+    from longctx_patch.diagnosis import packages, speeds, writable
+    from longctx_patch.diagnosis.gpus import check_gpus, check_links, check_torch
 
-    found = packages.installed()
-    checks = [packages.check_packages(found)]
-    if found is not None:
-        checks = [packages.check_python(found), *checks, packages.check_extras(found)]
-    checks.append(check_bytecode(compiled_each_time(), sys.pycache_prefix))
+    checks = [packages.check_packages(packages.installed())]
     checks += [check_torch(gpus), check_gpus(gpus), check_links(gpus)]
-    if not options.quick:
+    if not quick:
         measured = speeds.measure_speeds(len(gpus.seen))
         checks.append(speeds.check_gpu_speed(gpus, measured))
         checks.append(speeds.check_link_speed(gpus, measured))
-    # A launcher's other processes wait meanwhile, so kernels are not timed there.
-    known = _kernels(timed=not options.quick and place is None)
-    checks.append(check_kernels(known["auto"], known["kernels"]))
-    checks.append(check_fused_layers(len(gpus.seen)))
-    processes = place.local_ranks if place else max(len(gpus.seen), 1)
-    checks.append(host.check_memory(*host.read_memory(), processes))
-    checks.append(host.check_shared(host.read_shared()))
-    checks.append(host.check_open_files(*host.read_open_files()))
-    checks += [
-        disk.check_disk(disk.look_at(purpose, path))
-        for purpose, path in disk.folders(options.out).items()
-    ]
-    return [*checks, *_of_network(options, place)]
+    known = _kernels(timed=times_kernels)
+    checks.append(packages.check_kernels(known["auto"], known["kernels"]))
+    checks.append(packages.check_fused_layers(len(gpus.seen)))
+    return [*checks, *map(writable.check_disk, writable.folders(out))]
 
 
 def _kernels(*, timed: bool) -> dict[str, Any]:
@@ -157,40 +136,54 @@ def _kernels(*, timed: bool) -> dict[str, Any]:
         return kernels.report(False)
 
 
-def _of_network(options: DoctorOptions, place: "Place | None") -> "list[Check]":
-    from longctx_patch.diagnosis import network
-
-    here = network.read_network()
-    if place is not None:
-        several = place.local_ranks < place.num_ranks
-        meeting = network.check_meeting(place.meeting[0], here)
-    elif options.rendezvous is not None:
-        several, meeting = True, network.check_rendezvous(*options.rendezvous, here)
-    else:
-        several, meeting = False, network.check_port()
-    return [network.check_network(here, several_nodes=several), meeting]
-
-
 def _with_world(
-    place: "Place",
-    checks: "list[Check]",
-    options: DoctorOptions,
-    following: str,
-    known_link: float = nan,
+    place: "Place", checks: "list[Check]", limit: float, following: str, *, quick: bool
 ) -> tuple[Diagnosis, bool]:
     """The exchange of all processes, with the checks of all nodes if that went well."""
+    from longctx_patch.diagnosis.nodes import check_world, member
     from longctx_patch.diagnosis.packages import installed
-    from longctx_patch.diagnosis.world import check_world, member
 
-    if options.quick:
+    if quick:
         return _alone(checks, following), place.speaks_for_node
     known = installed()
-    members, together = check_world(
-        member(place, checks, known.of_numbers if known else {}), options.limit, known_link
-    )
+    mine = member(place, checks, known.of_numbers if known else {})
+    members, together = check_world(mine, limit)
     theirs = [(each.place.host, check) for each in members for check in each.checks]
     met = len(members) == place.num_ranks
     found = Diagnosis([*theirs, *((ALL_NODES, each) for each in together)], following)
     if not met and not place.speaks_for_node:
         sys.stderr.write(f"rank {place.rank} on {place.host}: {together[-1].found}\n")
     return found, place.rank == 0 if met else place.speaks_for_node
+
+
+def next_command(gpus: "Gpus") -> str:
+    """What a user of this machine runs next."""
+    from longctx_patch.predict.machines import machine_of
+
+    if not gpus.seen:
+        return "longctx patch MODEL --seq-len 2048 --gpus 2 --cpu --data texts/ --out run/"
+    near = machine_of(gpus.seen[0].name, gpus.seen[0].total_bytes)
+    if near:
+        return f"longctx plan MODEL --gpus {len(gpus.seen)}x{near.name.upper()} --max-seq-len"
+    return f"longctx patch MODEL --seq-len 32768 --gpus {len(gpus.seen)} --data texts/ --out run/"
+
+
+def render(found: Diagnosis, seconds: float) -> str:
+    """The table, what mends each problem, and the verdict with the next command."""
+    hosts = {host for host, _ in found.checks} - {ALL_NODES}
+    rows = [
+        (each.name if len(hosts) < 2 else f"{each.name} ({host})", each)
+        for host, each in found.checks
+    ]
+    table = [(name, each.state, each.found) for name, each in rows]
+    lines = aligned([("CHECK", "STATE", "FOUND"), *table])
+    to_mend = [f"  {name}: {each.fix}" for name, each in rows if each.fix]
+    lines += ["", "To mend:", *to_mend] if to_mend else []
+    warnings = sum(each.state == "warning" for _, each in found.checks)
+    if found.failed:
+        failed = ", ".join(found.failed)
+        verdict = f"doctor: FAILED: {failed} ({seconds:.0f} s). Mend it, then run: {AGAIN}"
+    else:
+        noted = f", {warnings} warning(s)" if warnings else ""
+        verdict = f"doctor: ok{noted} ({seconds:.0f} s). Next: {found.next}"
+    return "\n".join([*lines, "", verdict])

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 import yaml
 
-from longctx_patch.cli.choice import Choice
-from longctx_patch.cli.tokens import Tokens
+from longctx_patch.cli.arguments import Choice, Tokens
+from longctx_patch.cli.text_table import size_text
 from longctx_patch.cli.train import import_shared, limit_threads
 from longctx_patch.cli.train import start as start_processes
-from longctx_patch.cli.units import size_text
 from longctx_patch.config import LongContextConfig
 from longctx_patch.families.checks import check_model_config
 from longctx_patch.families.facts import ModelFacts

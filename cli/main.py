@@ -1,8 +1,13 @@
 """`longctx`: the group of commands, and how errors are shown."""
 
 import errno
+import os
 import signal
+import sys
+from importlib.util import cache_from_source, find_spec
 from itertools import chain
+from pathlib import Path
+from stat import S_IWGRP, S_IWOTH
 from typing import Any
 
 import click
@@ -11,7 +16,6 @@ from longctx_patch.cli.data import data_command
 from longctx_patch.cli.doctor import doctor_command
 from longctx_patch.cli.eval import eval_command
 from longctx_patch.cli.families import families_command
-from longctx_patch.cli.kept_bytecode import keep_bytecode
 from longctx_patch.cli.kernels import kernels_command
 from longctx_patch.cli.merge import merge_command
 from longctx_patch.cli.patch import patch_command
@@ -22,6 +26,7 @@ from longctx_patch.cli.train import train_command
 from longctx_patch.cli.verify import verify_command
 from longctx_patch.health.last_words import words_of
 from longctx_patch.recipes.quiet import quiet_libraries
+from longctx_patch.user_cache import user_cache
 
 GROUPS = {
     "Every run": (
@@ -32,6 +37,8 @@ GROUPS = {
     "To look at": (schedule_command, kernels_command, families_command),
 }
 """The commands, in the order of the help."""
+COMPILED = {"torch": "_dynamo/symbolic_convert.py", "transformers": "modeling_utils.py"}
+"""A file of each package that only training imports, so that whoever built an image did not."""
 
 
 class ClearErrors(click.Group):
@@ -58,6 +65,44 @@ class ClearErrors(click.Group):
                 formatter.write_dl(
                     [(str(each.name), each.get_short_help_str(80)) for each in commands]
                 )
+
+
+def keep_bytecode() -> None:
+    """Keep what Python compiles among the user's caches, from the next import on, where it keeps
+    nothing itself: imports of a training take 20 s then, and 6 with it (docs/results).
+
+    Nothing changes where PYTHONPYCACHEPREFIX is set, and where others can write into the user's
+    caches: what is in them would be run.
+    """
+    if sys.pycache_prefix is not None or not _compiles_each_time():
+        return
+    folder = user_cache() / "bytecode"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:
+        return
+    state = folder.stat()
+    if state.st_uid != os.getuid() or state.st_mode & (S_IWGRP | S_IWOTH):
+        return
+    sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
+    os.environ["PYTHONPYCACHEPREFIX"] = str(folder)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+def _compiles_each_time() -> bool:
+    """Whether the source of a package was not compiled, and can't be beside it."""
+    specs = {file: find_spec(name) for name, file in COMPILED.items()}
+    compiled = [
+        Path(cache_from_source(str(Path(spec.origin).parent / file)))
+        for file, spec in specs.items()
+        if spec is not None and spec.origin
+    ]
+    return any(not each.exists() and not _can_write(each) for each in compiled)
+
+
+def _can_write(path: Path) -> bool:
+    there = next(folder for folder in path.parents if folder.exists())
+    return not sys.flags.dont_write_bytecode and os.access(there, os.W_OK)
 
 
 @click.group(cls=ClearErrors, context_settings={"help_option_names": ["-h", "--help"]})

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from longctx_patch.cli.choice import Choice
+from longctx_patch.cli.arguments import Choice
 from longctx_patch.families.text_part import auto_class_name
 
 if TYPE_CHECKING:

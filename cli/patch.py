@@ -6,8 +6,7 @@ from typing import Any
 
 import click
 
-from longctx_patch.cli.choice import Choice
-from longctx_patch.cli.tokens import Tokens
+from longctx_patch.cli.arguments import Choice, Tokens
 from longctx_patch.families.rope_facts import SCALINGS
 from longctx_patch.memory.policies import POLICIES
 from longctx_patch.recipes.data.unwritten import FIELDS

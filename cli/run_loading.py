@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from longctx_patch.cli.decisions import Decisions
-from longctx_patch.cli.units import size_text
+from longctx_patch.cli.text_table import size_text
 from longctx_patch.recipes.models import is_bare_config
 
 QUANTISED = """\

@@ -6,7 +6,7 @@ from longctx_patch.cli.decision_table import describe_layers, table
 from longctx_patch.cli.decisions import Decisions
 from longctx_patch.cli.run_loading import loading_section
 from longctx_patch.cli.sharing_table import sharing_section
-from longctx_patch.cli.units import size_text
+from longctx_patch.cli.text_table import size_text
 from longctx_patch.families.facts import ModelFacts
 from longctx_patch.recipes.model_card import cell
 from longctx_patch.recipes.models import is_bare_config

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from longctx_patch.cli.choice import Choice
+from longctx_patch.cli.arguments import Choice, Tokens
 from longctx_patch.cli.timeline import check_drawable, draw
-from longctx_patch.cli.tokens import Tokens
 from longctx_patch.config import LongContextConfig
 from longctx_patch.plans import Direction
 from longctx_patch.plans.generators.table import PLANS

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from longctx_patch.choose.recurrence import RecurrentWork
+from longctx_patch.cli.text_table import size_text
 from longctx_patch.cli.timeline import time_text
-from longctx_patch.cli.units import size_text
 from longctx_patch.families.facts import ModelFacts
 from longctx_patch.families.recurrent_layers import recurrent_layers
 from longctx_patch.plans.generators.setting import Setting

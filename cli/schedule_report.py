@@ -1,7 +1,7 @@
 """What `longctx schedule` prints of one plan."""
 
+from longctx_patch.cli.text_table import size_text
 from longctx_patch.cli.timeline import time_text
-from longctx_patch.cli.units import size_text
 from longctx_patch.plans.generators.table import SPARSE_PLAN
 from longctx_patch.predict.attention.costs import Prediction, Workload
 from longctx_patch.predict.machines import Hardware

@@ -8,10 +8,12 @@ each process.
 import gc
 import logging
 import math
+import multiprocessing
 import os
 import shlex
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.resources import files
 from importlib.util import find_spec
@@ -23,10 +25,11 @@ from typing import Any
 import click
 import yaml
 
-from longctx_patch.cli.read_ahead import start_reading_ahead
 from longctx_patch.recipes.run_record import SETTINGS_FILES, settings_file_of
 from longctx_patch.recipes.yaml_file import read_yaml
 
+LEFT_TO_TORCH = "SIGINT,SIGQUIT"
+"""Signals that torch's launcher handles itself, as its option `signals_to_handle`."""
 FLAGS = {"finetune": "--settings", "sft": "--config", "dpo": "--config"}
 """Each recipe's option for its settings file."""
 SHARED_IMPORTS = (
@@ -97,7 +100,6 @@ def train_command(run: Path, num_processes: int | None, settings: tuple[str, ...
     launch = read_yaml(launch_file)
     given = read_yaml(file)  # the processes read it too, after ten seconds of imports
     _check_one_machine(run, launch)
-    start_reading_ahead(setting_of("model", given, settings))
     if num_processes is not None:
         launch, forwards = on_processes(num_processes, launch, given, settings)
         settings = (*settings, *forwards)
@@ -240,16 +242,11 @@ def start(launch: Mapping[str, Any], recipe: str, options: list[str], *, forks: 
 def _start(launch_file: Path, recipe: str, options: list[str], *, forks: bool) -> None:
     from accelerate.commands.launch import launch_command_parser
 
-    from longctx_patch.cli.hand_on import LEFT_TO_TORCH
-
     script = str(files("longctx_patch.recipes") / "forked.py")
     given = ["--config_file", str(launch_file), "--main_process_port", "0"]
     arguments = launch_command_parser().parse_args(
         [*given, script, str(os.getpid()), recipe, *options]
     )
-    from longctx_patch.cli.loopback import register_loopback
-
-    arguments.rdzv_backend, arguments.rdzv_endpoint = register_loopback(), "127.0.0.1"
     arguments.run_path = True  # torch then runs the script in children of this process
     arguments.start_method = "fork" if forks else "spawn"
     arguments.signals_to_handle = LEFT_TO_TORCH
@@ -268,7 +265,6 @@ def _launch(arguments: Any, recipe: str) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from longctx_patch.checkpoints.signals import STOPPED
-    from longctx_patch.cli.hand_on import handing_signals_on
     from longctx_patch.recipes.launch import INTERRUPTED
 
     try:
@@ -288,6 +284,37 @@ def _launch(arguments: Any, recipe: str) -> None:
         if number == signal.SIGINT:
             click.echo(f"{recipe}: {INTERRUPTED}", err=True)
         raise SystemExit(128 + number) from None
+
+
+@contextmanager
+def handing_signals_on() -> Iterator[None]:
+    """Within the context SIGTERM, SIGUSR1 and SIGHUP go on to the processes of the run, which save
+    and end. torch's launcher would end itself, and kill them 30 seconds later: it does on a second
+    SIGTERM."""
+    import psutil
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    from longctx_patch.checkpoints.signals import stop_signals
+
+    seen: list[int] = []
+
+    def hand_on(number: int, _: Any) -> None:
+        seen.append(number)
+        if seen.count(signal.SIGTERM) > 1:
+            raise SignalException("a second SIGTERM", sigval=signal.SIGTERM)
+        # Those that torch has started; a single process is one that Accelerate has.
+        started = [each.pid for each in multiprocessing.active_children() if each.pid]
+        for pid in started or [each.pid for each in psutil.Process().children()]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+                os.kill(pid, signal.SIGCONT)  # one that was stopped would keep all from saving
+
+    before = {number: signal.signal(number, hand_on) for number in stop_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def ending_of(failures: Mapping[int, Any], logs: Path) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from longctx_patch.cli.choice import Choice
+from longctx_patch.cli.arguments import Choice
 from longctx_patch.cli.text_table import aligned
 from longctx_patch.config import LongContextConfig
 from longctx_patch.memory.policies import POLICIES, CheckpointPolicy

@@ -10,15 +10,13 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from math import nan
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longctx_patch.diagnosis.check import Check
-from longctx_patch.health.rates import slow_ones
+from longctx_patch.diagnosis.packages import Check
 from longctx_patch.processes import ProcessesFailedError, run_processes
 from longctx_patch.transport import Message, ProcessGroupTransport
 
@@ -120,32 +118,22 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def check_exchange(
-    num_gpus: int, limit_s: float, run: Callable[..., Any] = run_processes, *, known: float = nan
-) -> Check:
-    """Exchange between a process for each GPU or, with fewer than two GPUs, two on the CPU.
-
-    `known`: bytes per second that an all-reduce between these GPUs is known to reach.
-    """
+def check_exchange(num_gpus: int, limit_s: float, run: Callable[..., Any] = run_processes) -> Check:
+    """Exchange between a process for each GPU or, with fewer than two GPUs, two on the CPU."""
     device, backend = ("cuda", "nccl") if num_gpus > 1 else ("cpu", "gloo")
     ranks = max(num_gpus, 2)
     try:
         rates = run(exchange, ranks, device, timeout_s=limit_s, backend=backend)
     except ProcessesFailedError as error:
         return failure(error, f"{ranks} processes, {backend}", _ALONE[backend], limit_s)
-    return success(rates, f"{ranks} processes, {backend}", known if backend == "nccl" else nan)
+    return success(rates, f"{ranks} processes, {backend}")
 
 
-def success(rates: list[dict[str, float]], who: str, known: float = nan) -> Check:
+def success(rates: list[dict[str, float]], who: str) -> Check:
     """The check of an exchange whose numbers are right; the slowest rank's rates."""
     slowest = {name: min(each[name] for each in rates) for name in rates[0]}
     shown = (f"{name.split('_gb')[0]} {rate:.3g}" for name, rate in slowest.items())
     text = f"{who}: numbers are right; GB/s: {', '.join(shown)}".replace("_", "-")
-    rate = slowest.get("all_reduce_gb_per_s", nan)
-    for slow in slow_ones([rate], known / GB):
-        text += f"; an all-reduce takes {rate:.0f} GB/s, {slow.share:.0%} of {slow.usual:.0f}, "
-        text += "which NVLink between such GPUs is known to carry"
-        return Check("exchange", "warning", text, _SLOW, slowest)
     return Check("exchange", "ok", text, figures=slowest)
 
 
@@ -163,10 +151,6 @@ def failure(error: ProcessesFailedError, who: str, fix: str, limit_s: float) -> 
     )
 
 
-_SLOW = (
-    "mend a GPU or link that is named above; else NCCL_DEBUG=INFO longctx doctor says which way "
-    "messages take (P2P/CUMEM or NVLS is NVLink, SHM and NET are not)"
-)
 _ALONE = {
     "nccl": "NCCL_P2P_DISABLE=1 longctx doctor  # if this works, peer access is broken: switch "
     "IOMMU/ACS off in the firmware; else NCCL_DEBUG=INFO longctx doctor says where it stops",

@@ -1,28 +1,37 @@
-"""Python and the packages, against what this package's own metadata (setup.py) asks for."""
+"""What one check found; and the packages, against what this package's own metadata asks for."""
 
-import platform
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, distribution, version
+from typing import Any, Literal
 
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
-from longctx_patch.diagnosis.check import Check
+State = Literal["ok", "warning", "failed", "skipped"]
+"""`failed`: training would not start or would be wrong; `warning`: slower, or soon a problem."""
 
 _US = "longctx-patch"
 _SHOWN = 4
 """The first requirements are those that change numbers: torch, transformers, Accelerate, PEFT."""
-_DEVELOPERS = "dev"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of `longctx doctor`."""
+
+    name: str
+    state: State
+    found: str
+    fix: str = ""
+    """What to run or to change; empty where nothing is to be mended."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """What was measured, with the unit in each name."""
 
 
 @dataclass(frozen=True)
 class Installed:
     """What is asked for, and what is there."""
 
-    python: str
-    wanted_python: str
-    """A specifier, such as `>=3.11`."""
     wanted: tuple[str, ...]
     """Requirements as in the metadata, those of extras with their marker."""
     versions: Mapping[str, str]
@@ -48,16 +57,7 @@ def installed() -> Installed | None:
             versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    python = ours.metadata["Requires-Python"] or ""
-    return Installed(platform.python_version(), python, wanted, versions)
-
-
-def check_python(found: Installed) -> Check:
-    """Whether the interpreter is new enough."""
-    text = f"{found.python}, {found.wanted_python} is needed"
-    if SpecifierSet(found.wanted_python).contains(found.python, prereleases=True):
-        return Check("python", "ok", text)
-    return Check("python", "failed", text, "make a new environment: make PYTHON=python3.12 install")
+    return Installed(wanted, versions)
 
 
 def check_packages(found: Installed | None) -> Check:
@@ -67,35 +67,17 @@ def check_packages(found: Installed | None) -> Check:
         return Check("packages", "failed", text, "in the clone: pip install -e .")
     needed = [each for each in map(Requirement, found.wanted) if each.marker is None]
     wrong = [each for each in needed if not _fits(each, found.versions)]
-    names = [each.name for each in needed[:_SHOWN] if each not in wrong]
-    shown = [f"{name} {found.versions[name]}" for name in names]
     if not wrong:
-        rest = len(needed) - len(names)
-        return Check("packages", "ok", f"{', '.join(shown)} and {rest} others")
-    return Check("packages", "failed", _named(wrong, found.versions), _pip(wrong))
-
-
-def check_extras(found: Installed) -> Check:
-    """Whether packages of extras that are there have a version that is supported."""
-    optional = {each.name: each for _, each in _optional(found.wanted)}
-    there = {name: found.versions[name] for name in sorted(optional.keys() & found.versions.keys())}
-    wrong = [optional[name] for name in there if not _fits(optional[name], found.versions)]
-    if wrong:
-        return Check("extras", "warning", _named(wrong, found.versions), _pip(wrong))
-    extras = {extra for extra, each in _optional(found.wanted) if each.name not in there}
-    shown = ", ".join(f"{name} {number}" for name, number in there.items()) or "none"
-    without = f"; extras without their packages: {', '.join(sorted(extras))}" if extras else ""
-    return Check("extras", "ok", shown + without)
-
-
-def _optional(wanted: tuple[str, ...]) -> Iterator[tuple[str, Requirement]]:
-    """(extra, requirement) of all extras that users choose."""
-    for each in map(Requirement, wanted):
-        if each.marker is None:
-            continue
-        extra = str(each.marker).partition("extra == ")[2].strip("\"'")
-        if extra != _DEVELOPERS:
-            yield extra, each
+        shown = [f"{each.name} {found.versions[each.name]}" for each in needed[:_SHOWN]]
+        return Check("packages", "ok", f"{', '.join(shown)} and {len(needed) - len(shown)} others")
+    named = ", ".join(
+        f"{each.name} {found.versions[each.name]} ({each.specifier} is supported)"
+        if each.name in found.versions
+        else f"{each.name} is not installed"
+        for each in wrong
+    )
+    fix = "pip install " + " ".join(f'"{each}"' for each in wrong)
+    return Check("packages", "failed", named, fix)
 
 
 def _fits(wanted: Requirement, versions: Mapping[str, str]) -> bool:
@@ -103,16 +85,37 @@ def _fits(wanted: Requirement, versions: Mapping[str, str]) -> bool:
     return there is not None and wanted.specifier.contains(there, prereleases=True)
 
 
-def _named(wrong: list[Requirement], versions: Mapping[str, str]) -> str:
-    return ", ".join(
-        f"{each.name} {versions[each.name]} ({each.specifier} is supported)"
-        if each.name in versions
-        else f"{each.name} is not installed"
-        for each in wrong
-    )
+def check_kernels(auto: str, kernels: Sequence[Mapping[str, Any]]) -> Check:
+    """Which attention kernel runs, and whether a faster one is missing.
+
+    Args:
+        auto: the kernel that `kernel="auto"` takes.
+        kernels: rows of `longctx kernels --json`.
+    """
+    works = [row["name"] for row in kernels if row["missing"] is None]
+    text = f"auto takes {auto}; these work: {', '.join(works)}"
+    mine = next(row["share_of_best"] for row in kernels if row["name"] == auto)
+    rated = [row for row in kernels if row["share_of_best"] is not None]
+    best = max(rated, key=lambda row: float(row["share_of_best"]), default=None)
+    on_gpu = any(row["device"] == "cuda" for row in kernels if row["name"] in works)
+    if not on_gpu or best is None or best["missing"] is None:
+        return Check("attention", "ok", text)
+    slow = "" if mine is None else f", {mine:.0%} as fast as {best['name']}"
+    text = f"auto takes {auto}{slow}; {best['name']} {best['missing']}"
+    return Check("attention", "warning", text, best["install"] or "longctx kernels")
 
 
-def _pip(wrong: list[Requirement]) -> str:
-    """The command that installs them, without the markers of their extras."""
-    texts = (str(each).partition(";")[0].strip() for each in wrong)
-    return "pip install " + " ".join(f'"{text}"' for text in texts)
+def check_fused_layers(num_gpus: int) -> Check:
+    """Whether Triton and Liger Kernel run."""
+    if not num_gpus:
+        return Check("fused layers", "skipped", "Liger Kernel and Triton are for NVIDIA GPUs")
+    from longctx_patch.hf.layers.fused_layers import LIGER
+    from longctx_patch.kernels.installed import runs_triton
+
+    if not runs_triton():
+        fix = "install a C compiler and Python's headers: apt-get install gcc python3-dev"
+        return Check("fused layers", "warning", "Triton does not run here, so steps are slow", fix)
+    problem = LIGER.problem()
+    if problem is not None:
+        return Check("fused layers", "warning", problem, LIGER.install)
+    return Check("fused layers", "ok", f"Triton runs, Liger Kernel {LIGER.version}")

@@ -7,8 +7,8 @@ from math import isfinite, nan
 
 import torch
 
-from longctx_patch.diagnosis.check import Check, State
 from longctx_patch.diagnosis.gpus import Gpu, Gpus
+from longctx_patch.diagnosis.packages import Check, State
 from longctx_patch.health.rates import TERA, Slow, slow_ones, time_products, time_work
 from longctx_patch.predict.machines import machine_of
 
@@ -79,14 +79,18 @@ def check_gpu_speed(found: Gpus, speeds: Speeds) -> Check:
         figures |= {f"gpu_{at}_{name}": r / scale for at, r in enumerate(rates) if isfinite(r)}
         for each in _slow_of_kinds(found.seen, rates, known):
             slow.append(each)
-            called = _called(found.seen[each.index], each.index)
-            said.append(f"{called}: {what} {_compared(each, unit, scale)}")
+            gpu = found.seen[each.index]
+            called = ", ".join(filter(None, (gpu.name, gpu.uuid, gpu.pci)))
+            said.append(f"GPU {each.index} ({called}): {what} {_compared(each, unit, scale)}")
     full = [str(number) for number, rate in enumerate(speeds.copies) if not isfinite(rate)]
     if full:
         said.append(f"GPU {', '.join(full)} has no memory free to be measured")
     if not slow:
         return Check("gpu speed", "warning" if full else "ok", "; ".join(said), figures=figures)
-    return Check("gpu speed", _state(slow), "; ".join(said), _without(found, slow), figures)
+    which = [gpu.pci for gpu in (found.seen[each.index] for each in slow) if gpu.pci]
+    fix = f"nvidia-smi -q {f'-i {which[0]} ' if which else ''}-d PERFORMANCE,CLOCK,POWER,ECC,PIDS"
+    fix += "  # says why; export CUDA_VISIBLE_DEVICES=... leaves it out"
+    return Check("gpu speed", _state(slow), "; ".join(said), fix, figures)
 
 
 def check_link_speed(found: Gpus, speeds: Speeds) -> Check:
@@ -100,7 +104,7 @@ def check_link_speed(found: Gpus, speeds: Speeds) -> Check:
     for kind, pairs in kinds.items():
         rates = [speeds.links[pair] for pair in pairs]
         said.append(f"{len(pairs)} ways {kind}: {_span(rates, GIGA)} GB/s")
-        known = known_link(found) if kind.startswith("NV") else nan
+        known = _known_link(found) if kind.startswith("NV") else nan
         slow += [
             (pairs[each.index], each) for each in slow_ones(rates, known, "NVLink of such GPUs")
         ]
@@ -109,8 +113,7 @@ def check_link_speed(found: Gpus, speeds: Speeds) -> Check:
         f"GPU {i} to GPU {j}: {_compared(each, 'GB/s', GIGA)}"
         for (i, j), each in slow[:_MOST_LINKS]
     ]
-    if len(slow) > _MOST_LINKS:
-        said.append(f"and {len(slow) - _MOST_LINKS} more")
+    said += [f"and {len(slow) - _MOST_LINKS} more"] if len(slow) > _MOST_LINKS else []
     figures = {
         f"gpu_{i}_to_{j}_gb_per_s": rate / GIGA
         for (i, j), rate in speeds.links.items()
@@ -118,21 +121,14 @@ def check_link_speed(found: Gpus, speeds: Speeds) -> Check:
     }
     if not slow:
         return Check("link speed", "ok", "; ".join(said), figures=figures)
-    common = set.intersection(*(set(pair) for pair, _ in slow))
-    if len(common) == 1 and len(slow) > 2:
-        said.append(f"all of them with GPU {common.pop()}")
     fix = "nvidia-smi nvlink -s && nvidia-smi topo -m  # links that are down, or not NVLink"
     return Check("link speed", _state([each for _, each in slow]), "; ".join(said), fix, figures)
 
 
-def known_link(found: Gpus) -> float:
-    """Bytes per second of NVLink between these GPUs; NaN where they are not known, or some are
-    connected otherwise."""
+def _known_link(found: Gpus) -> float:
+    """Bytes per second of NVLink between these GPUs; NaN where one of them is not known."""
     machines = [machine_of(gpu.name, gpu.total_bytes) for gpu in found.seen]
-    links = (found.links or {}).values()
-    if not links or not all(kind.startswith("NV") for kind in links):
-        return nan
-    return min((m.intra_node.bandwidth if m else nan for m in machines), default=nan)
+    return min(m.intra_node.bandwidth if m else nan for m in machines)
 
 
 def _slow_of_kinds(gpus: Sequence[Gpu], rates: Sequence[float], known: str) -> Iterator[Slow]:
@@ -143,10 +139,6 @@ def _slow_of_kinds(gpus: Sequence[Gpu], rates: Sequence[float], known: str) -> I
         rate = nan if machine is None else float(getattr(machine, known))
         for each in slow_ones([rates[number] for number in numbers], rate, f"an {name}"):
             yield replace(each, index=numbers[each.index])
-
-
-def _called(gpu: Gpu, number: int) -> str:
-    return f"GPU {number} ({', '.join(filter(None, (gpu.name, gpu.uuid, gpu.pci)))})"
 
 
 def _compared(slow: Slow, unit: str, scale: float) -> str:
@@ -162,16 +154,3 @@ def _span(rates: Iterable[float], scale: float) -> str:
 
 def _state(slow: Iterable[Slow]) -> State:
     return "failed" if any(each.is_failure for each in slow) else "warning"
-
-
-def _without(found: Gpus, slow: Iterable[Slow]) -> str:
-    """What says why GPUs are slow, and what leaves them out."""
-    numbers = {each.index for each in slow}
-    first = found.seen[min(numbers)]
-    which = f"-i {first.pci or 'GPU-' + first.uuid.removeprefix('GPU-')} " if first.uuid else ""
-    why = f"nvidia-smi -q {which}-d PERFORMANCE,CLOCK,POWER,TEMPERATURE,ECC,PIDS  # says why"
-    names = (found.visible or "").split(",")
-    if len(names) != len(found.seen):
-        names = [str(number) for number in range(len(found.seen))]
-    kept = ",".join(name for number, name in enumerate(names) if number not in numbers)
-    return f"{why}; to leave it out: export CUDA_VISIBLE_DEVICES={kept}" if kept else why

@@ -1,37 +1,23 @@
 """`longctx doctor` on this machine, and its report of faked faults."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from longctx_patch.cli import doctor_report
-from longctx_patch.cli.doctor_report import Diagnosis, next_command, render
+from longctx_patch.cli.doctor import Diagnosis, next_command, render
 from longctx_patch.diagnosis import exchange, packages
-from longctx_patch.diagnosis.check import Check
 from longctx_patch.diagnosis.gpus import Gpu, Gpus
+from longctx_patch.diagnosis.packages import Check
 from tests.cli.conftest import Run
 
 GIB = 2**30
 NAMES = (
-    *(
-        "python",
-        "packages",
-        "extras",
-        "bytecode",
-        "torch",
-        "gpus",
-        "gpu links",
-        "gpu speed",
-        "link speed",
-        "attention",
-        "fused layers",
-    ),
-    *("host memory", "shared memory", "open files"),
-    *("disk: out", "disk: model cache", "disk: temporary", "network", "rendezvous"),
+    *("packages", "torch", "gpus", "gpu links", "gpu speed", "link speed"),
+    *("attention", "fused layers"),
+    *("disk: out", "disk: model cache", "disk: temporary", "disk: shared memory"),
 )
 
 
@@ -75,12 +61,7 @@ def test_what_fails_is_mended_by_a_command_and_ends_with_1(
 ) -> None:
     found = packages.installed()
     assert found is not None
-    old = packages.Installed(
-        found.python,
-        found.wanted_python,
-        found.wanted,
-        {**found.versions, "transformers": "4.57.1"},
-    )
+    old = packages.Installed(found.wanted, {**found.versions, "transformers": "4.57.1"})
     monkeypatch.setattr(packages, "installed", lambda: old)
     failing = Check("exchange", "failed", "it hung in ring", "try this")
     monkeypatch.setattr(exchange, "check_exchange", lambda *_, **__: failing)
@@ -96,31 +77,19 @@ def test_what_fails_is_mended_by_a_command_and_ends_with_1(
     assert report["ok"] is False
 
 
-def test_the_rendezvous_is_checked(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_option_that_is_gone_is_refused_by_name(run: Run) -> None:
+    result = run("doctor", "--rendezvous", "node1:29500")
+    assert result.exit_code == 2
+    assert "--rendezvous is gone: under the launcher of the run" in result.output
+
+
+def test_a_torch_that_does_not_load_is_a_check_and_no_traceback(
+    run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ("doctor", "--quick", "--json", "--out", tmp_path)
-    result = run(*words, "--rendezvous", "no-such-host.invalid:29500")
+    monkeypatch.setitem(sys.modules, "torch", None)  # importing it now raises ImportError
+    result = run("doctor", "--json")
     assert result.exit_code == 1
-    assert checks_of(result.output)["rendezvous"]["state"] == "failed"
-    monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
-    check = checks_of(run(*words).output)["rendezvous"]
-    assert "no-such-host.invalid does not resolve" in check["found"]
-    result = run(*words, "--rendezvous", "node1:port")
-    assert result.exit_code == 1
-    assert "write a host and a port, as node1:29500" in result.output
-
-
-def test_a_torch_that_does_not_load_is_a_check_and_no_traceback() -> None:
-    code = """
-import sys
-sys.modules["torch"] = None  # importing it now raises ImportError
-from longctx_patch.cli.main import main
-main(["doctor", "--json"])
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stderr
-    assert checks_of(done.stdout)["torch"]["fix"] == "pip install torch"
+    assert checks_of(result.output)["torch"]["fix"] == "pip install torch"
 
 
 def test_nodes_are_named_where_there_are_several() -> None:
@@ -146,4 +115,4 @@ def test_nodes_are_named_where_there_are_several() -> None:
 def test_the_next_command_knows_the_gpus(name: str, gib: float, command: str) -> None:
     gpu = Gpu(name, (9, 0), int(gib * GIB), int(gib * GIB))
     assert next_command(Gpus(seen=(gpu,) * 4)).startswith(command)
-    assert "--cpu" in doctor_report.next_command(Gpus())
+    assert "--cpu" in next_command(Gpus())

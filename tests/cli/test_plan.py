@@ -11,10 +11,10 @@ import pytest
 from matplotlib.figure import Figure
 
 from longctx_patch.choose.search import search
+from longctx_patch.cli.arguments import Tokens
 from longctx_patch.cli.patch import TOO_LONG
 from longctx_patch.cli.plan import KINDS
 from longctx_patch.cli.plan_chart import draw_bars
-from longctx_patch.cli.tokens import Tokens
 from longctx_patch.families.load_config import load_model_config
 from longctx_patch.predict.machines import MACHINES
 from longctx_patch.predict.run.candidate import Job

@@ -5,9 +5,8 @@ from math import isnan, nan
 
 import pytest
 
-from longctx_patch.diagnosis.exchange import success
 from longctx_patch.diagnosis.gpus import Gpu, Gpus
-from longctx_patch.diagnosis.speeds import Speeds, check_gpu_speed, check_link_speed, known_link
+from longctx_patch.diagnosis.speeds import Speeds, check_gpu_speed, check_link_speed
 
 GIB = 2**30
 H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), int(79.2 * GIB), 79 * GIB, "9c2d", "0000:3b:00.0")
@@ -38,12 +37,8 @@ def test_a_gpu_that_computes_slowly_is_named(rate: float, state: str) -> None:
         f"TFLOP/s, {rate / 700e12:.0%} of 700, the others' median" in check.found
     )
     assert check.fix.startswith("nvidia-smi -q -i 0000:3b:00.0 -d PERFORMANCE")
-    assert check.fix.endswith("export CUDA_VISIBLE_DEVICES=0,1,3")
-    hidden = check_gpu_speed(
-        replace(FOUR, visible="4,5,6,7"), replace(EQUAL, copies=[3e12, 3e12, 3e12, 2e12])
-    )
-    assert "copies 2,000 GB/s, 67% of 3,000" in hidden.found
-    assert hidden.fix.endswith("CUDA_VISIBLE_DEVICES=4,5,6")
+    copies = check_gpu_speed(FOUR, replace(EQUAL, copies=[3e12, 3e12, 3e12, 2e12]))
+    assert "copies 2,000 GB/s, 67% of 3,000" in copies.found
 
 
 def test_gpus_are_compared_with_their_kind() -> None:
@@ -69,29 +64,13 @@ def test_a_gpu_without_free_memory_is_said() -> None:
     assert not any(isnan(figure) for figure in check.figures.values())
 
 
-def test_slow_links_are_named_with_the_gpu_that_all_of_them_have() -> None:
+def test_slow_links_are_named() -> None:
     one = check_link_speed(FOUR, replace(EQUAL, links={**EQUAL.links, (1, 3): 52e9}))
     assert one.state == "failed"
     assert "GPU 1 to GPU 3: 52 GB/s, 14% of 365, the others' median" in one.found
-    of_two = {pair: 52e9 if 2 in pair else 365e9 for pair in PAIRS}
-    bad = check_link_speed(FOUR, replace(EQUAL, links=of_two))
-    assert "all of them with GPU 2" in bad.found
     all_slow = check_link_speed(FOUR, replace(EQUAL, links=dict.fromkeys(PAIRS, 52e9)))
     assert "22% of 240, what NVLink of such GPUs is known to do; and 6 more" in all_slow.found
     # Of other kinds of links nothing is known, and they are compared with their own kind.
     kinds = {pair: "PIX" if pair in ((0, 1), (1, 0)) else "SYS" for pair in PAIRS}
     rates = {pair: 50e9 if kind == "PIX" else 20e9 for pair, kind in kinds.items()}
     assert check_link_speed(replace(FOUR, links=kinds), replace(EQUAL, links=rates)).state == "ok"
-
-
-def test_an_all_reduce_is_compared_with_what_nvlink_is_known_to_carry() -> None:
-    known = known_link(FOUR)
-    assert known == 240e9
-    assert isnan(known_link(replace(FOUR, links=dict.fromkeys(PAIRS, "PHB"))))
-    assert isnan(known_link(Gpus()))
-    slow = success([{"all_reduce_gb_per_s": 68.0, "ring_gb_per_s": 60.0}], "4 processes", known)
-    assert slow.state == "warning"
-    assert "an all-reduce takes 68 GB/s, 28% of 240" in slow.found
-    assert success([{"all_reduce_gb_per_s": 200.0}], "4 processes", known).state == "warning"
-    assert success([{"all_reduce_gb_per_s": 350.0}], "4 processes", known).state == "ok"
-    assert success([{"all_reduce_gb_per_s": 3.0}], "2 processes").state == "ok"

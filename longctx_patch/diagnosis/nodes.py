@@ -12,16 +12,20 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from math import nan
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from longctx_patch.diagnosis.check import Check
 from longctx_patch.diagnosis.exchange import exchange, failure, success
+from longctx_patch.diagnosis.packages import Check
 from longctx_patch.processes import ProcessesFailedError, run_processes
 
+_CAUSES = (
+    "NCCL_DEBUG=INFO shows where it stops; usual causes: a firewall between nodes, a launcher that "
+    "was not started on every node, or the wrong interface: export NCCL_SOCKET_IFNAME=NAME and "
+    "GLOO_SOCKET_IFNAME=NAME"
+)
 _SHARE_OF_LIMIT = 0.9
 """The part of the limit after which a rank says who did not come."""
 
@@ -85,13 +89,10 @@ def member(place: Place, checks: list[Check], versions: Mapping[str, str]) -> Me
     return Member(place, tuple(checks), versions, has_gpu)
 
 
-def check_world(
-    mine: Member, limit_s: float, known: float = nan
-) -> tuple[list[Member], list[Check]]:
+def check_world(mine: Member, limit_s: float) -> tuple[list[Member], list[Check]]:
     """(every rank, checks of all together); this rank alone if they did not come together.
 
-    Ranks wait for each other up to the limit, and the exchange may take as long again. `known`:
-    bytes per second that an all-reduce within this node is known to reach.
+    Ranks wait for each other up to the limit, and the exchange may take as long again.
     """
     place = mine.place
     who, limit_s = f"{place.num_ranks} processes", 2 * limit_s
@@ -100,8 +101,7 @@ def check_world(
     except ProcessesFailedError as error:
         return [mine], [failure(error, f"{who} at {':'.join(place.meeting)}", _CAUSES, limit_s)]
     nodes = len({each.place.host for each in members})
-    known = known if nodes == 1 and backend == "nccl" else nan
-    done = success(rates, f"{who} on {nodes} node(s), {backend}", known)
+    done = success(rates, f"{who} on {nodes} node(s), {backend}")
     return members, [check_versions(members), done]
 
 
@@ -109,6 +109,7 @@ def _meet(_: int, mine: Member, limit_s: float) -> tuple[list[Member], str, list
     """Every rank's facts, the backend, and every rank's rates. In a child of each rank."""
     dist.destroy_process_group()  # the child's own, of one rank
     place, wait = mine.place, timedelta(seconds=_SHARE_OF_LIMIT * limit_s / 2)
+    os.environ |= dict(zip(("MASTER_ADDR", "MASTER_PORT"), place.meeting, strict=True))
     found, _, _ = next(dist.rendezvous("env://", place.rank, place.num_ranks, timeout=wait))
     store = dist.PrefixStore("longctx_doctor", found)
     members = _gather(store, "member", mine, place, wait)
@@ -151,10 +152,3 @@ def check_versions(members: list[Member]) -> Check:
         return Check("same versions", "ok", f"on all {len(members)} ranks")
     texts = (f"ranks {ranks}: {text}" for text, ranks in by_versions.items())
     return Check("same versions", "failed", "; ".join(texts), "install the same on every node")
-
-
-_CAUSES = (
-    "NCCL_DEBUG=INFO shows where it stops; usual causes: a firewall between nodes, a launcher that "
-    "was not started on every node, or the wrong interface: export NCCL_SOCKET_IFNAME=NAME and "
-    "GLOO_SOCKET_IFNAME=NAME"
-)

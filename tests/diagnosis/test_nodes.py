@@ -1,18 +1,20 @@
 """The launcher's world: its place, its versions, and real processes that meet or don't."""
 
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from longctx_patch.diagnosis.world import Member, Place, check_versions, launched
+from longctx_patch.diagnosis.nodes import (
+    Member,
+    Place,
+    _meet,
+    check_versions,
+    check_world,
+    launched,
+)
+from longctx_patch.processes import run_processes
 from tests.meeting import unused_port
 
-DOCTOR = [sys.executable, "-m", "longctx_patch.cli.main", "doctor", "--json"]
 VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -60,39 +62,26 @@ def test_other_versions_on_a_rank_fail() -> None:
     assert check.found == "ranks [0, 2]: peft 0.21, torch 2.13; ranks [1]: peft 0.21, torch 2.12"
 
 
-def test_torchrun_starts_it_and_rank_0_reports_for_all(tmp_path: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*launcher, "--nproc_per_node", "2", "--no-python", *DOCTOR, "--limit", "120"]
-    done = subprocess.run(
-        [*command, "--out", str(tmp_path)],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert report["ok"]
-    checks: dict[str, Any] = {each["name"]: each for each in report["checks"]}
-    assert checks["same versions"]["found"] == "on all 2 ranks"
-    assert checks["exchange"]["found"].startswith("2 processes on 1 node(s), gloo: numbers are")
-    assert len(checks) == len(report["checks"]), "one process of a node looks at the machine"
+def meet(rank: int, port: int) -> tuple[list[Member], str, list[dict[str, float]]]:
+    place = Place(rank, 2, rank, 2, "node", ("127.0.0.1", str(port)))
+    return _meet(0, Member(place, (), {"torch": "2.13"}, has_gpu=False), 120)
 
 
-def test_a_rank_that_does_not_come_is_reported_and_nobody_waits_for_ever(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [*DOCTOR, "--limit", "5", "--out", str(tmp_path)],
-        env=environment(0, unused_port()),
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 1, done.stderr
-    report = json.loads(done.stdout)
-    assert not report["ok"]
-    check = report["checks"][-1]
-    assert (check["name"], check["state"]) == ("exchange", "failed")
-    assert "1/2 clients joined" in check["found"] or "it hung" in check["found"]
-    assert "NCCL_SOCKET_IFNAME" in check["fix"]
+def test_ranks_meet_and_exchange() -> None:
+    for members, backend, rates in run_processes(meet, 2, unused_port(), timeout_s=120):
+        assert [each.place.rank for each in members] == [0, 1]
+        assert (backend, len(rates)) == ("gloo", 2)
+
+
+def test_a_rank_that_does_not_come_is_reported_and_nobody_waits_for_ever(
+    clean: pytest.MonkeyPatch,
+) -> None:
+    port = str(unused_port())
+    clean.setenv("MASTER_ADDR", "127.0.0.1")
+    clean.setenv("MASTER_PORT", port)
+    mine = Member(Place(0, 2, 0, 2, "node", ("127.0.0.1", port)), (), {}, has_gpu=False)
+    members, (check,) = check_world(mine, 4)
+    assert members == [mine]
+    assert (check.name, check.state) == ("exchange", "failed")
+    assert "1/2 clients joined" in check.found or "it hung" in check.found
+    assert "NCCL_SOCKET_IFNAME" in check.fix
