@@ -3,19 +3,32 @@
 from collections import Counter
 from typing import Any
 
+from longctx_patch.choose.recurrence import both_ways, decide_recurrence, recompute_of
+from longctx_patch.choose.search import Result, usable_bytes
 from longctx_patch.cli.decisions import Decisions
-from longctx_patch.cli.prediction import prediction_rows, why_unpredicted
-from longctx_patch.cli.recurrent_row import kernel_rows, recurrent_rows
+from longctx_patch.cli.prediction import why_unpredicted
 from longctx_patch.cli.text_table import size_text
+from longctx_patch.config import LongContextConfig
 from longctx_patch.families.facts import ModelFacts, Reach
 from longctx_patch.families.family import RECURRENT, SINKS
+from longctx_patch.families.recurrent_layers import kernel_packages, recurrent_layers
 from longctx_patch.families.rope import chosen_theta
 from longctx_patch.families.rope_facts import describe_change, reach_problem, reachable_length
 from longctx_patch.families.supported import FAMILIES
+from longctx_patch.hf.call.kernel_faults import TRUSTS_MENDED
 from longctx_patch.memory.policies import POLICIES
+from longctx_patch.plans.recurrent import states_because
+from longctx_patch.predict.machines import MACHINES
 from longctx_patch.recipes import models
 from longctx_patch.recipes.mixture import read_mixture
 from longctx_patch.recipes.settings import Settings
+from longctx_patch.sequence.documents import Documents
+
+TO_INSTALL = {
+    "flash-linear-attention": f"'flash-linear-attention>={TRUSTS_MENDED}' tilelang",
+}
+"""What pip is given for a package: without tilelang, gated delta rules are refused on Hopper GPUs
+with the Triton of torch 2.11."""
 
 
 def table(decisions: Decisions) -> list[tuple[str, str, str]]:
@@ -50,8 +63,8 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
         ("rope", settings.rope, _rope_reason(decisions)),
         ("attention", describe_layers(decisions.model_config), _rows(decisions)),
         ("degrees", f"ulysses {settings.ulysses} x ring {settings.ring}", decisions.sharing.why),
-        *recurrent_rows(decisions.model_config, settings.sequence_parallelism(), settings.seq_len),
-        *([] if decisions.options.cpu else kernel_rows(decisions.model_config)),
+        *_recurrent_rows(decisions.model_config, settings.sequence_parallelism(), settings.seq_len),
+        *([] if decisions.options.cpu else _kernel_rows(decisions.model_config)),
         *_rows_per_step(decisions),
         *_stages(decisions.settings),
         ("shards", f"{decisions.tokens_per_gpu} tokens per {unit}", sequences),
@@ -64,7 +77,7 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
         *_attention_kept(settings.attention_kept),
         ("mlp tiles", *_mlp_tiles(settings.mlp_tiles)),
         ("weights", *_weights(decisions)),
-        *prediction_rows(
+        *_prediction_rows(
             decisions.sharing.predicted,
             why_not=_why_unpredicted(decisions),
             is_causal=not (
@@ -234,3 +247,66 @@ def _reach(reach: Reach) -> str:
     if reach.chunk:
         return f"of chunks of {reach.chunk}"
     return f"of window {reach.window}" if reach.window else "causal"
+
+
+def _recurrent_rows(
+    model_config: Any, config: LongContextConfig, num_tokens: int
+) -> list[tuple[str, str, str]]:
+    """(what, value, why) for a row of one document; empty where nothing is to be decided."""
+    layers = recurrent_layers(model_config)
+    if layers is None or layers.recurrence is None or config.sequence_degree == 1:
+        return []
+    shape, row = layers.recurrence, Documents.one(num_tokens)
+    value = {
+        "states": f"states, along {config.sequence_degree} ranks",
+        "heads": f"heads, among {config.ulysses_degree} ranks",
+    }[decide_recurrence(config, shape, row)]
+    why = states_because(shape.num_heads, shape.num_groups, config.ulysses_degree)
+    if why is None:
+        states, heads = (
+            1e3 * way.seconds(recompute_of(config)) for way in both_ways(config, shape, row)
+        )
+        source = MACHINES[config.hardware].recurrent.source(shape.kind)
+        why = (
+            f"a layer predicted, from rates {source}: states {states:.3g} ms, heads {heads:.3g}; "
+            "for packed rows decided row by row"
+        )
+    return [("recurrent", f"exchange {value}", why)]
+
+
+def _kernel_rows(model_config: Any) -> list[tuple[str, str, str]]:
+    """(what, value, why) for a run on GPUs; empty where no layer is recurrent."""
+    packages = kernel_packages(model_config)
+    if not packages:
+        return []
+    words = " ".join(TO_INSTALL.get(name, name) for name in packages)
+    why = (
+        f"a GPU's run is refused without them: pip install {words}, or add "
+        "--torch-recurrence to the launch command for torch's slow functions"
+    )
+    return [("recurrent kernels", ", ".join(packages), why)]
+
+
+def _prediction_rows(
+    result: Result | None, *, why_not: str, is_causal: bool
+) -> list[tuple[str, str, str]]:
+    """(what, value, why) of a run folder's table.
+
+    Args:
+        why_not: what is not predicted although it was asked for; else empty.
+        is_causal: each token sees all before it, which is what the planner counts.
+    """
+    if result is None:
+        why = f"{why_not} is not predicted; the rehearsal before the first step measures"
+        return [("memory", "not predicted", why)] if why_not else []
+    memory, cluster = result.memory.total / 2**30, result.job.cluster
+    checked = "" if cluster.host_bytes else " (not checked: --host-gib)"
+    host = f", {result.host_bytes / 2**30:.0f} GiB of a host" if result.host_bytes else ""
+    host += checked if host else ""
+    usable = f"predicted for {cluster}, of {usable_bytes(result.job) / 2**30:.0f} that it may be"
+    speed = f"{result.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, {result.mfu:.0%} MFU"
+    speed += "" if is_causal else "; a step takes less: attention is counted as plain causal"
+    return [
+        ("memory", f"{memory:.0f} GiB of a GPU{host}", usable),
+        ("step", f"{result.time.total:.3g} s", f"predicted: {speed}"),
+    ]

@@ -9,9 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from longctx_patch.cli.patch_options import PatchOptions
+from longctx_patch.cli.patch_options import PatchOptions, check_out
 from longctx_patch.cli.prediction import cluster_of
-from longctx_patch.cli.run_checks import check_out
 from longctx_patch.cli.run_recipe import Task, check_first_records, choose_task
 from longctx_patch.cli.step_sharing import Sharing, degrees_of, share
 from longctx_patch.config import LongContextConfig

@@ -1,14 +1,12 @@
 """Degrees of `longctx patch`: those that options name are checked, others are chosen."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from longctx_patch.choose.degrees import Way, costs_of_ways, most_ulysses
 from longctx_patch.choose.recurrence import RecurrentWork
 from longctx_patch.choose.tie import TIE, Cost, preferred
-from longctx_patch.cli.row_sample import TYPICAL_TOKENS, RowSample, sample_rows
 from longctx_patch.families.facts import ModelFacts
 from longctx_patch.families.recurrent_layers import RecurrentLayers
 from longctx_patch.predict.attention.costs import Workload
@@ -17,6 +15,9 @@ from longctx_patch.predict.run.cluster import MOST_GPUS, gpus_together
 from longctx_patch.recipes.settings import Settings
 from longctx_patch.rules.world import require_whole_groups
 from longctx_patch.sequence.documents import Documents
+
+TYPICAL_TOKENS = 2048
+"""Tokens of a document of packed rows, whose lengths are not known before the text is read."""
 
 
 def asked_degrees(
@@ -80,15 +81,17 @@ class DegreeChooser:
     gpus_per_node: int
     hardware: Hardware | None
     """None for CPUs, for which nothing is predicted."""
-    has_text: bool
-    """Whether the lengths of documents are taken from the text that `settings` names."""
     recurrent: RecurrentLayers | None = None
     """The model's recurrent layers, if it has some."""
 
-    @cached_property
-    def rows(self) -> RowSample:
-        """Read once, for whichever degrees."""
-        return sample_rows(self.settings, has_text=self.has_text)
+    @property
+    def rows(self) -> list[tuple[int, ...]]:
+        """The lengths of the documents of typical rows; empty for one that is not packed."""
+        seq_len = self.settings.seq_len
+        if not self.settings.pack:
+            return [()]
+        short = Documents.typical(seq_len, TYPICAL_TOKENS).lengths
+        return [(seq_len,), short] if self.settings.mixture else [short]
 
     def choose(self, degree: int) -> tuple[Way, str]:
         """The way in which `degree` ranks share a row, and why."""
@@ -115,7 +118,7 @@ class DegreeChooser:
         if layers is None or layers.recurrence is None:
             return Counter()
         found: Counter[RecurrentWork] = Counter()
-        for lengths in self.rows.lengths:
+        for lengths in self.rows:
             documents = Documents.of_row(lengths, self.settings.seq_len)
             found[RecurrentWork(layers.recurrence, documents)] += layers.num_layers
         return found
@@ -123,7 +126,8 @@ class DegreeChooser:
     def _reason(self, costs: Mapping[Way, Cost], num_layers: int) -> str:
         assert self.hardware is not None
         settings, rows = self.settings, self.rows
-        kinds = [rows.describe()] if settings.pack else []
+        counts = " or ".join(str(len(lengths)) for lengths in rows)
+        kinds = [f"rows of {counts} documents"] if settings.pack else []
         reaches = self.facts.reaches_in(settings.seq_len)
         kinds += ["layers with a window"] if any(reach.window for reach in reaches) else []
         kinds += ["layers of chunks"] if any(reach.chunk for reach in reaches) else []
@@ -131,13 +135,13 @@ class DegreeChooser:
         kinds += [f"recurrent layers at rates {source}" for source in sources]
         what = f"{' and '.join(kinds) or 'causal rows'} on {self.hardware.name.upper()}"
         reason = f"for {what}, a layer predicted: {_times(costs, num_layers)}"
-        if rows.assumed:
-            reason += f"; documents of {TYPICAL_TOKENS} tokens assumed: {rows.assumed}"
+        if settings.pack:
+            reason += f"; documents of {TYPICAL_TOKENS} tokens assumed"
         return reason
 
 
 def _layers(
-    seq_len: int, facts: ModelFacts, rows: RowSample, *, latents: bool
+    seq_len: int, facts: ModelFacts, rows: Sequence[tuple[int, ...]], *, latents: bool
 ) -> Counter[Workload]:
     """How many layers there are of each kind, over all rows of a sample. `latents`: they may travel
     in place of heads."""
@@ -152,7 +156,7 @@ def _layers(
             lengths=_pieces(lengths, seq_len, reach.chunk),
             window=reach.window,
         )
-        for lengths in rows.lengths
+        for lengths in rows
         for reach in facts.reaches_in(seq_len)
     )
 

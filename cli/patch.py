@@ -1,31 +1,16 @@
 """`longctx patch`: check a model and degrees, then write a folder that is ready to train."""
 
-import re
 from pathlib import Path
 from typing import Any
 
 import click
 
-from longctx_patch.cli.arguments import Choice, Tokens
+from longctx_patch.cli.arguments import Choice, Gpus, Tokens
 from longctx_patch.families.rope_facts import SCALINGS
 from longctx_patch.memory.policies import POLICIES
 from longctx_patch.recipes.data.unwritten import FIELDS
 
 TOO_LONG = ("refuse", "cut", "split")
-
-
-class Gpus(click.ParamType[str]):
-    """A number, a kind, or both: `longctx plan` lists the kinds; a kind alone is one GPU."""
-
-    name = "gpus"
-
-    def convert(self, value: object, param: object, ctx: object) -> str:
-        kind = r"[A-Za-z]\w*(-\w+)?"
-        if re.fullmatch(kind, text := str(value).strip()):
-            return f"1x{text}"
-        if not re.fullmatch(rf"[1-9]\d*(\s*[xX*]\s*{kind})?", text):
-            self.fail(f"{value!r}: write a number of GPUs, 1 or more, or with their kind: 4xH200.")
-        return text
 
 
 class OneModel(click.Command):

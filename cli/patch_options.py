@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from longctx_patch.cli.run_checks import check_weights
 from longctx_patch.cli.step_rows import rows_of_step
 from longctx_patch.families.rope_facts import RopeKind
 from longctx_patch.memory.policies import CheckpointPolicy
@@ -117,3 +116,20 @@ class PatchOptions:
             all_there, no_fsdp = "--cpu, where all is on the host", "--load-in-4bit, which has no"
             other = all_there if self.cpu else f"{no_fsdp} FSDP2"
             raise ValueError(f"--states-on-host with {other}: use one of them.")
+
+
+def check_out(out: Path, folder: Path) -> None:
+    """Refuse a folder that holds files."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(
+            f"--out {str(out)!r} holds files: a run folder is new or empty, so that nothing is "
+            "overwritten. Give another folder, or remove this one."
+        )
+
+
+def check_weights(*, lora: bool, rank: int | None, load_in_4bit: bool) -> None:
+    """Refuse options of an adapter where every weight is trained; `longctx plan` does too."""
+    if rank is not None and not lora:
+        raise ValueError(f"--rank {rank} with --full: a rank is for an adapter. Use --lora.")
+    if load_in_4bit and not lora:
+        raise ValueError("--load-in-4bit with --full: weights of 4 bits are frozen. Use --lora.")

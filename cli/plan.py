@@ -43,7 +43,7 @@ class PlanOptions:
 
     def check(self) -> None:
         """Raise ValueError for options that exclude each other."""
-        from longctx_patch.cli.run_checks import check_weights
+        from longctx_patch.cli.patch_options import check_weights
 
         check_weights(lora=self.lora, rank=self.rank, load_in_4bit=self.load_in_4bit)
         if self.load_in_4bit and self.dtype == "float32":

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from longctx_patch.choose.advice import advice
-from longctx_patch.choose.search import Result, usable_bytes
+from longctx_patch.choose.search import Result
 from longctx_patch.families.facts import ModelFacts
 from longctx_patch.predict.run.cluster import Cluster, parse_cluster
 from longctx_patch.recipes.memory_report import predict_run
@@ -87,28 +87,3 @@ def require_fit(result: Result) -> Result:
             "plan` compares more; with the number of GPUs alone nothing is predicted."
         )
     return result
-
-
-def prediction_rows(
-    result: Result | None, *, why_not: str, is_causal: bool
-) -> list[tuple[str, str, str]]:
-    """(what, value, why) of a run folder's table.
-
-    Args:
-        why_not: what is not predicted although it was asked for; else empty.
-        is_causal: each token sees all before it, which is what the planner counts.
-    """
-    if result is None:
-        why = f"{why_not} is not predicted; the rehearsal before the first step measures"
-        return [("memory", "not predicted", why)] if why_not else []
-    memory, cluster = result.memory.total / 2**30, result.job.cluster
-    checked = "" if cluster.host_bytes else " (not checked: --host-gib)"
-    host = f", {result.host_bytes / 2**30:.0f} GiB of a host" if result.host_bytes else ""
-    host += checked if host else ""
-    usable = f"predicted for {cluster}, of {usable_bytes(result.job) / 2**30:.0f} that it may be"
-    speed = f"{result.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, {result.mfu:.0%} MFU"
-    speed += "" if is_causal else "; a step takes less: attention is counted as plain causal"
-    return [
-        ("memory", f"{memory:.0f} GiB of a GPU{host}", usable),
-        ("step", f"{result.time.total:.3g} s", f"predicted: {speed}"),
-    ]

@@ -11,7 +11,6 @@ from longctx_patch.cli.decision_table import table
 from longctx_patch.cli.decisions import NO_TEXT, Decisions
 from longctx_patch.cli.run_readme import render_readme
 from longctx_patch.cli.run_recipe import trl_settings
-from longctx_patch.cli.sharing_table import compared_as_json
 from longctx_patch.cli.text_table import aligned
 from longctx_patch.recipes.data.losses import RULE
 
@@ -63,11 +62,7 @@ def _lost(decisions: Decisions) -> list[str]:
 def _plan_json(decisions: Decisions) -> str:
     """What was decided and predicted, for `longctx report`."""
     memory = decisions.sharing.predicted and decisions.sharing.predicted.memory.total
-    content = {
-        "decided": table(decisions),
-        "memory_bytes": memory,
-        "compared": compared_as_json(decisions.sharing),
-    }
+    content = {"decided": table(decisions), "memory_bytes": memory}
     return json.dumps(content, indent=2) + "\n"
 
 

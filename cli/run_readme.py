@@ -4,9 +4,6 @@ import shlex
 
 from longctx_patch.cli.decision_table import describe_layers, table
 from longctx_patch.cli.decisions import Decisions
-from longctx_patch.cli.run_loading import loading_section
-from longctx_patch.cli.sharing_table import sharing_section
-from longctx_patch.cli.text_table import size_text
 from longctx_patch.families.facts import ModelFacts
 from longctx_patch.recipes.model_card import cell
 from longctx_patch.recipes.models import is_bare_config
@@ -31,58 +28,48 @@ An interrupted run goes on from its newest checkpoint with `--resume`, added to 
 repeat the settings that you added then. A run that differs in what decides its numbers is a new
 one. So is a longer run (`--max-steps`), unless its learning rate is constant (`{scheduler}`).
 
-## Check the numbers
+## Check it, look at it, use it
 
 ```
 {verify}
 ```
 
 trains one step of a shrunken copy on {degree} CPU process(es), cut as this run is, and compares
-loss, logits and every gradient with one process. It needs no GPU and no weights. `--nproc 4` takes
-4 processes and every way to cut a sequence over them; `--packed` takes rows of several
-documents{as_here}.
-
-## Look at it, and use it
+loss, logits and every gradient with one process.
 
 ```
 {report}
 ```
 
-writes one HTML page about the run, also while it goes on, and says how to go on: {after}
+writes one HTML page about the run, also while it goes on. {after}
 
 ```
 {evaluate}
 ```
 
-shows whether the newest weights use their context, beside the base model; the page then has it too.
+shows whether the newest weights use their context, beside the base model.
 
 ## What was decided
 
 | | | why |
 |---|---|---|
 {table}
-{sharing}
-One rank's logits would be {logits} in float32. The loss is computed for a part of the tokens at a
-time, so they are never held at once (with `--loss logits` they are). If memory runs out: more GPUs
-per sequence, a smaller `--seq-len`, more `--mlp-tiles`, or `--checkpoint offload`, which moves what
-layers keep to host memory (`auto` does so where it has to); then `--attention-kept 0.5`, and
-weights and optimizer on the host (`longctx patch --states-on-host`).
-{loading}
+
+If memory runs out: more GPUs per sequence, a smaller `--seq-len`, more `--mlp-tiles`, or
+`--checkpoint offload`, which moves what layers keep to host memory (`auto` does so where it has
+to); then `--attention-kept 0.5`, and weights and optimizer on the host (`longctx patch
+--states-on-host`).
 
 Two packages make GPUs faster where they are installed, and nothing has to be set for them:
 flash-attn 4 on Hopper and Blackwell (`pip install "flash-attn-4[cu13]==4.0.0b36"`; see
-`longctx kernels`), and Liger Kernel (`pip install "liger-kernel>=0.8.5"`; the run says as it
-starts whether layers take it).
+`longctx kernels`), and Liger Kernel (`pip install "liger-kernel>=0.8.5"`).
 
-## What was checked
+Checked were the model's family, that its attention ({layers}) is covered, that its {heads} query
+heads and {kv_heads} key-value heads fit the degrees, that its RoPE reaches the length, and that the
+tokenizer fits the vocabulary. The first training step checks that {crossing} as planned.
 
-The model's family, that its attention ({layers}) is covered and has no dropout, that its
-{heads} query heads and {kv_heads} key-value heads fit the degrees, that its RoPE reaches the
-length, and that the tokenizer fits the vocabulary. The first training step checks that {crossing}
-as planned.
-
-Not checked: {memory}that weights can be downloaded, and all of the data: `longctx data` reads
-it, makes the rows that the run then finds, and shows some.
+Not checked: {memory}that weights can be downloaded, and all of the data: `longctx data` reads it,
+makes the rows that the run then finds, and shows some.
 
 ## Rows
 
@@ -94,8 +81,8 @@ it, makes the rows that the run then finds, and shows some.
 - `{settings_file}`: the recipe's settings. It names the model, its RoPE scaling, data and output by
   absolute paths: after moving this folder, correct them.
 - `plan.json`: what was decided, for `longctx report`.
-- `config.json`: the model's config with the RoPE change, as the recipe makes it from the model and
-  `rope` in {settings_file}. For `longctx verify` and for inference; training does not read it.
+- `config.json`: the model's config with the RoPE change. For `longctx verify` and for inference;
+  training does not read it.
 {slurm}"""
 
 SLURM = "- `slurm.sh`: starts one launcher on each machine of a Slurm job.\n"
@@ -103,8 +90,7 @@ SLURM = "- `slurm.sh`: starts one launcher on each machine of a Slurm job.\n"
 PACKED = """\
 Rows are packed, best fit first, of documents that don't see each other: attention, positions and
 labels stay within a document. One longer than {seq_len} tokens is split into documents of that
-length and a rest. The recipe prints how full the rows are and how many documents were split, and
-writes `packing_efficiency` into every line of metrics.jsonl."""
+length and a rest."""
 
 JOINED = """\
 Rows are cut from the joined text, so a row's documents see each other. To keep them apart, add
@@ -114,16 +100,15 @@ Rows are cut from the joined text, so a row's documents see each other. To keep 
 RECORDS = """\
 Each record of the data is a row, of which the model learns {learned}. A record longer than
 {seq_len} tokens is refused when the run starts, with its file and row; `--too-long cut` drops its
-end, `--too-long split` makes several rows of it.{together} Rows are made once, by one process of a
-machine, and kept in the cache of `datasets`."""
+end, `--too-long split` makes several rows of it.{together}"""
 
-TOGETHER = """\
- Records are packed into rows, best fit first; those of a row don't see each other."""
+TOGETHER = " Records are packed into rows, best fit first; those of a row don't see each other."
 
 
 def render_readme(decisions: Decisions) -> str:
     """The README of the run folder."""
     settings, facts = decisions.settings, ModelFacts.of(decisions.model_config)
+    folder, on_cpu = str(decisions.options.folder), decisions.options.cpu
     is_finetune = decisions.task.recipe == "finetune"
     return TEMPLATE.format(
         model=cell(settings.model),
@@ -135,19 +120,13 @@ def render_readme(decisions: Decisions) -> str:
         scheduler="--scheduler" if is_finetune else "--lr-scheduler-type",
         how_to_start=_how_to_start(decisions),
         degree=decisions.sequence_degree,
-        verify=shlex.join(["longctx", "verify", str(decisions.options.folder)]),
-        report=shlex.join(["longctx", "report", str(decisions.options.folder)]),
-        evaluate=shlex.join(
-            ["longctx", "eval", str(decisions.options.folder), *["--cpu"] * decisions.options.cpu]
-        ),
+        verify=shlex.join(["longctx", "verify", folder]),
+        report=shlex.join(["longctx", "report", folder]),
+        evaluate=shlex.join(["longctx", "eval", folder, *["--cpu"] * on_cpu]),
         after=_after(decisions),
         table="\n".join(f"| {' | '.join(map(cell, row))} |" for row in table(decisions)),
-        logits=size_text(decisions.tokens_per_gpu * settings.batch_size * facts.vocab_size * 4),
-        loading=loading_section(decisions),
         slurm=SLURM if decisions.options.nodes > 1 else "",
-        sharing=sharing_section(decisions.sharing),
         memory="" if decisions.sharing.predicted else "that memory suffices, ",
-        as_here=", as here" if settings.pack else "",
         layers=describe_layers(decisions.model_config),
         crossing=(
             "attention and recurrent states cross the ranks"

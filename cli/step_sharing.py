@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from longctx_patch.choose.degrees import Way
-from longctx_patch.choose.groups import left_out, possible_degrees
+from longctx_patch.choose.groups import possible_degrees
 from longctx_patch.choose.search import Result
 from longctx_patch.choose.sharing import fastest, reason
 from longctx_patch.choose.tie import TIE
@@ -32,10 +32,6 @@ class Sharing:
     """Why these degrees."""
     predicted: Result | None
     """None where these GPUs or the model are not known."""
-    compared: tuple[Result, ...] = ()
-    """One way for each number of GPUs that may share a row, where the number was chosen."""
-    not_possible: tuple[str, ...] = ()
-    """Other numbers that divide the GPUs, and why they may not."""
     faster: str = ""
     """What to add so that another number of GPUs shares each row, where that trains more tokens a
     second; it trains another number of rows in a step."""
@@ -137,7 +133,6 @@ def _chooser(
         facts=ModelFacts.of(config),
         gpus_per_node=options.num_gpus // options.nodes,
         hardware=None if options.cpu else kind,
-        has_text=bool(options.data),
         recurrent=recurrent_layers(config),
     )
 
@@ -159,7 +154,6 @@ def _fastest(
     unpredicted = why_unpredicted(config, is_dpo=options.dpo)
     if cluster is None or unpredicted:
         raise ValueError(_not_predicted(options, unpredicted))
-    job = job_of(settings, config, cluster, rows_per_step=options.step_rows)
     ways = _by_degree(options, settings, config, cluster, chooser)
     results = [way.result for way in ways.values()]
     best = require_fit(fastest(results))
@@ -168,8 +162,6 @@ def _fastest(
         settings=chosen.settings,
         why=f"{_why_fastest(best, results)}; {chosen.why}",
         predicted=best,
-        compared=tuple(results),
-        not_possible=tuple(f"{degree} ({reason})" for degree, reason in left_out(job).items()),
     )
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from longctx_patch import LongContextConfig
-from longctx_patch.cli.recurrent_row import kernel_rows, recurrent_rows
+from longctx_patch.cli.decision_table import _kernel_rows, _recurrent_rows
 from longctx_patch.families.recurrent_layers import kernel_packages
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.hf.model.sequence_kernels import KERNELS, functions_of
@@ -13,7 +13,7 @@ from tests.hf.tiny import featured_model
 
 def test_the_way_is_named_with_its_reason() -> None:
     config = featured_model("bamba").config  # of eight heads
-    by_rule = recurrent_rows(config, LongContextConfig(ulysses_degree=3), 4096)
+    by_rule = _recurrent_rows(config, LongContextConfig(ulysses_degree=3), 4096)
     assert by_rule == [
         (
             "recurrent",
@@ -21,7 +21,7 @@ def test_the_way_is_named_with_its_reason() -> None:
             "8 heads with a state are no multiple of ulysses_degree=3",
         )
     ]
-    ((what, value, why),) = recurrent_rows(config, LongContextConfig(ulysses_degree=2), 4096)
+    ((what, value, why),) = _recurrent_rows(config, LongContextConfig(ulysses_degree=2), 4096)
     assert (what, value.split(",")[0]) in {
         ("recurrent", "exchange states"),
         ("recurrent", "exchange heads"),
@@ -30,10 +30,10 @@ def test_the_way_is_named_with_its_reason() -> None:
 
 
 def test_nothing_is_said_where_nothing_is_decided() -> None:
-    assert recurrent_rows(featured_model("bamba").config, LongContextConfig(), 4096) == []
+    assert _recurrent_rows(featured_model("bamba").config, LongContextConfig(), 4096) == []
     shared = LongContextConfig(ulysses_degree=2)
-    assert recurrent_rows(featured_model("lfm2").config, shared, 4096) == []
-    assert recurrent_rows(featured_model("llama").config, shared, 4096) == []
+    assert _recurrent_rows(featured_model("lfm2").config, shared, 4096) == []
+    assert _recurrent_rows(featured_model("llama").config, shared, 4096) == []
 
 
 @pytest.mark.parametrize("family", CHAINED)
@@ -45,7 +45,7 @@ def test_the_packages_are_those_whose_kernels_the_layers_call(family: str) -> No
         for name in functions_of(mixer)
     }
     assert set(kernel_packages(model.config)) == called
-    ((what, value, why),) = kernel_rows(model.config)
+    ((what, value, why),) = _kernel_rows(model.config)
     assert (what, value) == ("recurrent kernels", ", ".join(sorted(called)))
     words = " ".join(sorted(called)).replace(
         "flash-linear-attention", "'flash-linear-attention>=0.6' tilelang"
@@ -54,4 +54,4 @@ def test_the_packages_are_those_whose_kernels_the_layers_call(family: str) -> No
 
 
 def test_attention_needs_no_packages_of_recurrent_layers() -> None:
-    assert kernel_rows(featured_model("llama").config) == []
+    assert _kernel_rows(featured_model("llama").config) == []

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import yaml
 
-from longctx_patch.cli.row_sample import sample_rows
-from longctx_patch.recipes.settings import Settings
 from tests.cli.conftest import Run
 
 LLAMA_8B = {
@@ -62,22 +60,9 @@ def test_packed_rows_without_text_are_of_short_documents(
     found = chosen("--pack")
     assert degrees(found) == (1, 4, "auto")
     assert "for rows of 64 documents on H100, a layer predicted: 1 x 4 " in found["why"]
-    assert "documents of 2048 tokens assumed: --data would tell" in found["why"]
+    assert "documents of 2048 tokens assumed" in found["why"]
     assert ", 2 x 2 " in found["why"]
     assert ", 4 x 1 " in found["why"]
-
-
-@pytest.mark.parametrize(("tokens", "expected"), [(1000, (1, 4)), (60000, (4, 1))])
-def test_the_text_says_how_long_documents_are(
-    chosen: Callable[..., dict[str, Any]], tmp_path: Path, tokens: int, expected: tuple[int, int]
-) -> None:
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for number in range(300000 // tokens):
-        (folder / f"{number}.txt").write_text("x" * (tokens - 1))
-    found = chosen("--pack", "--data", folder)
-    assert (found["ulysses"], found["ring"]) == expected
-    assert "assumed" not in found["why"]
 
 
 def test_layers_with_a_window_and_full_ones(chosen: Callable[..., dict[str, Any]]) -> None:
@@ -116,25 +101,3 @@ def test_text_that_cannot_be_read(chosen: Callable[..., dict[str, Any]], tmp_pat
     (folder / "a.jsonl").write_text('{"text": "x"}\n{"content": "x"}\n')
     with pytest.raises(AssertionError, match=r"a\.jsonl, line 2: no text in field 'text'"):
         chosen("--pack", "--data", folder)
-
-
-def test_where_the_length_of_documents_is_unknown_a_typical_one_is_assumed(tmp_path: Path) -> None:
-    text = tmp_path / "a.jsonl"
-    text.write_text('{"content": "x"}\n')
-    settings = Settings(
-        model="m", tokenizer="bytes", text=[str(text)], output="o", seq_len=4096, pack=True
-    )
-    sample = sample_rows(settings, has_text=True)
-    assert sum(sample.lengths[0]) == 4096
-    assert len(sample.lengths[0]) == 4096 // 2048
-    assert sample.assumed.startswith("the text can't be read as it is")
-
-
-def test_few_documents_stand_for_a_full_row(
-    chosen: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
-    text = tmp_path / "short.jsonl"
-    text.write_text('{"text": "%s"}\n' % ("x" * 999) * 3)
-    found = chosen("--pack", "--data", text)
-    assert (found["ulysses"], found["ring"]) == (1, 4)
-    assert "for rows of 131 documents" in found["why"]  # each document and its end token
