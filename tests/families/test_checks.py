@@ -1,8 +1,8 @@
-"""Every supported family, with its windows, softcap, sinks and experts, over processes against its
-own stock eager attention in one process; and the table of support."""
+"""A family of each combination of features, such as windows, softcap, sinks and experts, over
+processes against its own stock eager attention in one process; and the table of support.
 
-from itertools import product
-from typing import NamedTuple
+In float64 every family is compared, over virtual ranks: in `tests/hf/test_exact_families.py`, and
+those with recurrent layers or latent attention in `tests/hf/test_states_and_latents.py`."""
 
 import pytest
 import torch
@@ -16,12 +16,11 @@ from longctx_patch.families.facts import ModelFacts, is_latent
 from longctx_patch.families.family import RECURRENT
 from longctx_patch.families.refused import REFUSED as REFUSED_TYPES
 from longctx_patch.families.text_part import auto_class
-from longctx_patch.verification.shrink import keep_float64
 from tests.harness import run_distributed
 from tests.hf.features import WINDOW
-from tests.hf.rounding import own_errors, rounded_anew
 from tests.hf.steps import TOLERANCE, Rows, Step, collated, complaints, sharded_step
 from tests.hf.tiny import (
+    ONE_OF_EACH,
     SUPPORTED,
     featured_config,
     featured_model,
@@ -46,16 +45,9 @@ def token_rows() -> Rows:
     return [first, {"input_ids": second["input_ids"][: LENGTH - 14]}]
 
 
-def one_process(
-    family: str, dtype: torch.dtype = torch.float32, rounding: int | None = None
-) -> Step:
-    """Loss and gradients of the stock model, which sees a padding mask; `rounding`: the seed by
-    which its weights are rounded anew."""
+def one_process(family: str) -> Step:
+    """Loss and gradients of the stock model, which sees a padding mask."""
     model = featured_model(family)
-    if rounding is not None:
-        rounded_anew(model, rounding)
-    if dtype == torch.float64:
-        keep_float64(model)
     rows = [row["input_ids"] for row in token_rows()]
     ids = torch.tensor([row + [0] * (LENGTH - len(row)) for row in rows])
     mask = torch.tensor([[1] * len(row) + [0] * (LENGTH - len(row)) for row in rows])
@@ -65,58 +57,32 @@ def one_process(
     return Step(loss.detach(), gradients(model))
 
 
-ONE_OF_EACH = {family.features: name for name, family in SUPPORTED.items()}
-"""A family of each combination of features."""
+ATTENTIVE = [
+    name
+    for name in ONE_OF_EACH
+    if not {*SUPPORTED[name].features} & {*RECURRENT} and name != "gemma4_text"
+]
+"""A family of each combination of features without a recurrence, of which float32 keeps few digits,
+as it does of the large scores of Gemma 4: those are compared in float64 (tests/hf)."""
 
 
-def train_families(rank: int, num_ranks: int) -> dict[str, Step]:
-    """A step of every family on three ranks, and else of one for each combination of features, with
-    Ulysses, ring and both in turn, by the number of ranks."""
-    families = SUPPORTED if num_ranks == 3 else ONE_OF_EACH.values()
-    pairs = [(u, r) for u, r in product(range(1, num_ranks + 1), repeat=2) if u * r == num_ranks]
-    steps = {}
-    for number, family in enumerate(families, start=num_ranks):
-        ulysses, ring = pairs[number % len(pairs)]
+def train_families(rank: int) -> dict[str, Step]:
+    """A step of each, with Ulysses, ring and both in turn."""
+    pairs, steps = ((1, 4), (2, 2), (4, 1)), {}
+    for number, family in enumerate(ATTENTIVE):
+        ulysses, ring = pairs[number % 3]
         model = featured_model(family)
         config = LongContextConfig(ulysses_degree=ulysses, ring_degree=ring)
         steps[family] = sharded_step(model, collated(patch(model, config), token_rows()))
     return steps if rank == 0 else {}
 
 
-class Wanted(NamedTuple):
-    """What a family's step is compared with."""
-
-    step: Step
-    bounds: dict[str, float]
-
-
-UNSCALED = ("gemma4_text",)
-"""Families whose scores are not divided by the root of the head size, and so are large."""
-
-
-def wanted_of(family: str) -> Wanted:
-    """The stock step in float32. A recurrence sums products of many decays, of which float32 keeps
-    fewer digits, and so it does of large scores: there the step in float64, and as a bound for each
-    gradient twice the error that the stock model has in float32 itself."""
-    if not set(SUPPORTED[family].features) & set(RECURRENT) and family not in UNSCALED:
-        return Wanted(one_process(family), {})
-    exact = one_process(family, torch.float64)
-    own = own_errors(exact.grads, lambda seed: one_process(family, rounding=seed).grads)
-    return Wanted(exact, {name: max(TOLERANCE, 2 * error) for name, error in own.items()})
-
-
-@pytest.fixture(scope="module")
-def stock() -> dict[str, Wanted]:
-    return {family: wanted_of(family) for family in SUPPORTED}
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_every_family_equals_stock_eager(stock: dict[str, Wanted], num_ranks: int) -> None:
-    steps, *_ = run_distributed(train_families, num_ranks, num_ranks)
-    for family, step in steps.items():
-        wanted, bounds = stock[family]
-        found = complaints(step, wanted, (family, num_ranks), bounds)
-        assert not found, "\n".join(found)
+def test_each_combination_of_features_equals_stock_eager() -> None:
+    steps, *_ = run_distributed(train_families, 4)
+    found = [
+        said for name, step in steps.items() for said in complaints(step, one_process(name), name)
+    ]
+    assert not found, "\n".join(found)
 
 
 WINDOWED = [

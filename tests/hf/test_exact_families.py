@@ -1,7 +1,8 @@
-"""Families beside the first thirty: in float64 loss and gradients are those of the stock model.
+"""Every family: in float64 loss and gradients are those of the stock model.
 
-`model/test_checks.py` compares every family in float32 on processes, with padded rows. Here each
-runs under one of the ways to cut rows, padded or packed, and every checkpoint policy has some.
+Each runs under one of the ways to cut rows, padded or packed, and every checkpoint policy has some.
+Those with recurrent layers or latent attention are in `test_states_and_latents.py`, and those that
+read images in `test_images.py`.
 """
 
 import pytest
@@ -12,22 +13,17 @@ from longctx_patch.hf.model.stock_model import MASKED_WITHOUT_POSITIONS
 from tests.hf.float64 import WAYS, assert_exact, in_float64, packed_row, padded_rows
 from tests.hf.tiny import SUPPORTED, featured_model
 
-FIRST = list(SUPPORTED).index("helium") + 1
-OTHERS = [
-    name
-    for number, (name, family) in enumerate(SUPPORTED.items())
-    if number >= FIRST and not {LATENT, *RECURRENT} & {*family.features}
+ATTENTIVE = [
+    name for name, family in SUPPORTED.items() if not {LATENT, *RECURRENT} & {*family.features}
 ]
 COUNTED_FROM_ROWS = [name for name, family in SUPPORTED.items() if CHUNKS in family.features]
 """Whose packed rows transformers reads otherwise (`test_chunked_attention.py`)."""
-SHARED = [name for name in SUPPORTED if name.startswith(("gemma3n", "gemma4"))]
-"""Layers share keys and values, or differ in the size of their heads."""
 
 
 @pytest.mark.parametrize("number", range(len(WAYS)))
 def test_each_family_under_one_of_the_ways(number: int) -> None:
     config = LongContextConfig(**WAYS[number])
-    for family in OTHERS[number :: len(WAYS)]:
+    for family in ATTENTIVE[number :: len(WAYS)]:
         is_packed = number % 2 and family not in (*MASKED_WITHOUT_POSITIONS, *COUNTED_FROM_ROWS)
         batch = packed_row() if is_packed else padded_rows()
         trained = assert_exact(in_float64(family), config, batch)
@@ -40,11 +36,8 @@ def test_each_family_under_one_of_the_ways(number: int) -> None:
 
 @pytest.mark.parametrize("number", range(len(WAYS)))
 def test_layers_that_share_keys_or_differ_in_their_heads(number: int) -> None:
-    config = LongContextConfig(**WAYS[number])
-    for place, family in enumerate(SHARED):
-        assert_exact(
-            in_float64(family), config, packed_row() if (number + place) % 2 else padded_rows()
-        )
+    batch = packed_row() if number % 2 else padded_rows()
+    assert_exact(in_float64("gemma4_text"), LongContextConfig(**WAYS[number]), batch)
 
 
 @pytest.mark.parametrize("family", MASKED_WITHOUT_POSITIONS)

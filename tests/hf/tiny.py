@@ -29,6 +29,9 @@ SUPPORTED = {
 """model_type -> family, of those in the table of support that the installed transformers knows, but
 for models that read images (`tests/hf/seeing.py`)."""
 
+ONE_OF_EACH = list({family.features: name for name, family in SUPPORTED.items()}.values())
+"""A family of each combination of features."""
+
 _EXTRA: dict[str, dict[str, Any]] = {"mistral": {"sliding_window": None}, "qwen3": {"head_dim": 16}}
 
 

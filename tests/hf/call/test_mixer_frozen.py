@@ -51,8 +51,8 @@ def assert_exact(model: Any, config: LongContextConfig) -> None:
     ("family", "trained", "config"),
     [
         (*each, config)
-        for each in TRAINED
-        for config in CONFIGS
+        for number, each in enumerate(TRAINED)
+        for config in list(CONFIGS)[number % 2 :: 2]
         if each[0] in CHAINED and (each[0], config) != ("lfm2", "heads")  # it has none
     ],
 )

@@ -12,7 +12,6 @@ import torch
 from longctx_patch import LongContextConfig, patch
 from longctx_patch.choose.recurrence import row_of
 from longctx_patch.engine.groups import virtual_group
-from longctx_patch.families.family import CONVOLUTION
 from longctx_patch.families.recurrent_layers import layer_traffic, recurrent_layers
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.plans.recurrent import RecurrentWay
@@ -20,7 +19,7 @@ from longctx_patch.plans.traffic import Traffic
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.transport import VirtualTransport, run_virtual_ranks
 from tests.hf.by_documents import stock_step, whole_row
-from tests.hf.call.test_mixers import CHAINED, DOCUMENTS, LENGTH, TOLERANCE
+from tests.hf.call.test_mixers import DOCUMENTS, LENGTH, TOLERANCE
 from tests.hf.float64 import in_float64
 from tests.hf.on_ranks import step_of_ranks
 from tests.hf.steps import errors
@@ -36,7 +35,6 @@ WAYS = {
 }
 FAMILIES = [name for name in ("qwen3_5_text", "bamba", "kimi_linear") if name in SUPPORTED]
 """Two key heads for four value heads; two groups for eight heads; a decay per channel."""
-CONVOLUTIONS = [name for name in CHAINED if CONVOLUTION in SUPPORTED[name].features]
 
 
 @pytest.mark.parametrize("lengths", WAYS, ids=["plain", "packed"])
@@ -49,17 +47,6 @@ def test_exchanged_heads_are_exact(family: str, lengths: tuple[int, ...]) -> Non
         found = errors(step_of_ranks(model, config, whole_row(lengths)), wanted)
         wrong = {name: error for name, error in found.items() if not error < TOLERANCE}
         assert not wrong, (config.degrees_in_words, config.layout, config.checkpoint, wrong)
-
-
-OTHERS = [name for name in CHAINED if name not in (*FAMILIES, *CONVOLUTIONS)]
-
-
-@pytest.mark.parametrize("family", OTHERS)
-def test_every_family_is_exact(family: str) -> None:
-    model = in_float64(family)
-    wanted = stock_step(copy.deepcopy(model), (LENGTH,))
-    found = errors(step_of_ranks(model, HEADS, whole_row((LENGTH,))), wanted)
-    assert not {name: error for name, error in found.items() if not error < TOLERANCE}
 
 
 IN_HALF = [(name, "heads", torch.bfloat16) for name in FAMILIES if name != "bamba"]

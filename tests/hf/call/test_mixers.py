@@ -48,7 +48,7 @@ THOROUGH = [name for name in ("qwen3_5_text", "falcon_h1", "lfm2") if name in SU
 @pytest.mark.parametrize("family", THOROUGH)
 def test_every_kind_of_layer_is_exact(family: str, lengths: tuple[int, ...]) -> None:
     model = in_float64(family)
-    assert_exact(model, CONFIGS, lengths, stock_step(copy.deepcopy(model), lengths))
+    assert_exact(model, CONFIGS[1::2], lengths, stock_step(copy.deepcopy(model), lengths))
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,6 @@ def test_functions_of_transformers_are_the_ones_that_are_replaced() -> None:
 
 PROJECTIONS = {
     "qwen3_5_text": ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"),
-    "qwen3_next": ("in_proj_qkvz", "in_proj_ba", "out_proj"),
-    "olmo_hybrid": ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj", "o_proj"),
     "kimi_linear": (
         *("q_proj", "k_proj", "v_proj", "o_proj"),
         *("forget_gate.f_a_proj", "forget_gate.f_b_proj", "b_proj", "g_a_proj", "g_b_proj"),
@@ -158,6 +156,4 @@ def test_adapters_on_the_projections_are_exact(family: str) -> None:
     assert len(trained) == 2 * len(mixers) * len(PROJECTIONS[family])
     assert trained <= wanted.grads.keys()
     assert all(bool(wanted.grads[name].any()) for name in trained)
-    number = ADAPTED.index(family)
-    ways = (CONFIGS[1], CONFIGS[3], CONFIGS[2], CONFIGS[5])
-    assert_exact(model, [ways[number % 4], ways[(number + 1) % 4]], DOCUMENTS, wanted)
+    assert_exact(model, [CONFIGS[1 + ADAPTED.index(family)]], DOCUMENTS, wanted)
