@@ -1,5 +1,7 @@
 """Sizes of a model's recurrent layers, from its config alone."""
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from longctx_patch.families.facts import ModelFacts, given, text_config
@@ -8,6 +10,9 @@ from longctx_patch.families.supported import FAMILIES
 from longctx_patch.plans.chain import ChainTraffic
 from longctx_patch.plans.recurrent import RecurrentShape, RecurrentWay
 from longctx_patch.predict.recurrence import Row, convolution_traffic, recurrence_traffic
+
+_Sizes = tuple[RecurrentShape | None, int, int]
+"""(sizes of the recurrence, channels and tokens of the convolution)"""
 
 
 class RecurrentLayers(NamedTuple):
@@ -33,33 +38,18 @@ def recurrent_layers(config: Any, *, batch: int = 1, itemsize: int = 2) -> Recur
         itemsize: bytes of a number in the model's dtype.
     """
     config = text_config(config)
-    family, number = FAMILIES.get(config.model_type), ModelFacts.of(config).num_recurrent
-    features = () if family is None else family.features
-    if not number:
+    number, kind = ModelFacts.of(config).num_recurrent, _kind_of(config)
+    if not number or kind is None:
         return None
-    if CONVOLUTION in features:
-        reach = config.conv_L_cache - 1
-        return RecurrentLayers(number, None, config.hidden_size, reach, batch * itemsize)
-    if STATE_SPACE in features:
-        shape, taps = _state_space(config, batch, itemsize)
-    elif DELTA in features:
-        shape, taps = _delta_rule(config, batch, itemsize), config.linear_conv_kernel_dim
-    else:
-        return None
-    return RecurrentLayers(number, shape, _channels(shape), taps - 1, batch * itemsize)
+    shape, channels, taps = kind.sizes(config, batch, itemsize)
+    return RecurrentLayers(number, shape, channels, taps - 1, batch * itemsize)
 
 
 def kernel_packages(config: Any) -> tuple[str, ...]:
     """The packages, by pip's names, that the recurrent layers of a supported model need on a GPU;
     empty if it has none."""
-    config = text_config(config)
-    family = FAMILIES.get(config.model_type)
-    features = () if family is None else family.features
-    if CONVOLUTION in features:
-        return ("causal-conv1d",)
-    if STATE_SPACE in features:
-        return ("causal-conv1d", "mamba-ssm")
-    return ("causal-conv1d", "flash-linear-attention") if DELTA in features else ()
+    kind = _kind_of(text_config(config))
+    return () if kind is None else kind.packages
 
 
 def layer_traffic(layers: RecurrentLayers, row: Row, way: RecurrentWay) -> tuple[ChainTraffic, ...]:
@@ -81,10 +71,14 @@ def _channels(shape: RecurrentShape) -> int:
     return 2 * shape.num_groups * shape.key_dim + shape.num_heads * shape.value_dim
 
 
-def _delta_rule(config: Any, batch: int, itemsize: int) -> RecurrentShape:
+def _convolution(config: Any, batch: int, itemsize: int) -> _Sizes:
+    return None, config.hidden_size, config.conv_L_cache
+
+
+def _delta_rule(config: Any, batch: int, itemsize: int) -> _Sizes:
     by_channel = given(config, "linear_num_heads") is not None  # Kimi Linear
     heads, dim = ("linear_num_heads", "linear_head_dim") if by_channel else ("", "")
-    return RecurrentShape(
+    shape = RecurrentShape(
         kind="delta rule by channel" if by_channel else "delta rule",
         num_heads=getattr(config, heads or "linear_num_value_heads"),
         num_groups=getattr(config, heads or "linear_num_key_heads"),
@@ -93,10 +87,11 @@ def _delta_rule(config: Any, batch: int, itemsize: int) -> RecurrentShape:
         batch=batch,
         itemsize=itemsize,
     )
+    return shape, _channels(shape), config.linear_conv_kernel_dim
 
 
-def _state_space(config: Any, batch: int, itemsize: int) -> tuple[RecurrentShape, int]:
-    """(sizes, tokens of the convolution). Nemotron-H and Zamba 2 have names of their own."""
+def _state_space(config: Any, batch: int, itemsize: int) -> _Sizes:
+    """Nemotron-H and Zamba 2 have names of their own."""
 
     def size(*names: str) -> int:
         return int(next(value for name in names if (value := given(config, name)) is not None))
@@ -110,4 +105,26 @@ def _state_space(config: Any, batch: int, itemsize: int) -> tuple[RecurrentShape
         batch=batch,
         itemsize=itemsize,
     )
-    return shape, size("mamba_d_conv", "conv_kernel")
+    return shape, _channels(shape), size("mamba_d_conv", "conv_kernel")
+
+
+class _Kind(NamedTuple):
+    packages: tuple[str, ...]
+    """What its kernels need, by pip's names."""
+    sizes: Callable[[Any, int, int], _Sizes]
+
+
+_KINDS: Mapping[str, _Kind] = MappingProxyType(
+    {
+        CONVOLUTION: _Kind(("causal-conv1d",), _convolution),
+        STATE_SPACE: _Kind(("causal-conv1d", "mamba-ssm"), _state_space),
+        DELTA: _Kind(("causal-conv1d", "flash-linear-attention"), _delta_rule),
+    }
+)
+"""By the feature that the table of support names."""
+
+
+def _kind_of(config: Any) -> _Kind | None:
+    family = FAMILIES.get(config.model_type)
+    features = () if family is None else family.features
+    return next((_KINDS[feature] for feature in features if feature in _KINDS), None)

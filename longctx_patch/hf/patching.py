@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from longctx_patch.config import LongContextConfig, require_config
 from longctx_patch.engine.groups import SequenceGroup, make_sequence_group
 from longctx_patch.families.checks import check_model_config, check_modules
+from longctx_patch.families.rope_facts import reachable_length
 from longctx_patch.hf.call.decoder_call import DecoderCalls
 from longctx_patch.hf.call.fire_check import FirstStep
 from longctx_patch.hf.call.latents import bind_latents
@@ -126,6 +127,7 @@ def _unbound_handle(
     group = given or make_sequence_group(config)
     mixers = transformers_api.recurrent_modules(base)
     checkpoints = LayerCheckpoints(base, config.checkpoint, config.attention_kept)
+    decoder: Any = transformers_api.decoder_of(base)
     calls = DecoderCalls(
         group=group,
         # Cached by length, since the function may look at every pair of tokens.
@@ -135,6 +137,7 @@ def _unbound_handle(
         is_recurrent=bool(mixers),
         countable=countable(mixers),
         own_forward_trains=not any(map(lacks_convolution, mixers)),
+        reach=reachable_length(decoder.config),
     )
     close = group.close if given is None else lambda: None  # a given group is its maker's
     return PatchHandle(base, calls, RowPasses(base, group), [close])

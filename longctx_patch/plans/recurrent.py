@@ -5,8 +5,9 @@ inputs as they do those of attention, until each has all tokens of the group for
 exchange its outputs back.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from longctx_patch.plans.chain import ChainTraffic
@@ -58,28 +59,117 @@ class RecurrentShape:
         return self.batch * self.num_heads * self.key_dim * self.value_dim
 
     @property
+    def facts(self) -> "RecurrenceFacts":
+        return RECURRENCES[self.kind]
+
+    @property
     def map_numbers(self) -> int:
         """Numbers of what a map leaves of a state that came in, over the batch."""
-        per_head = 1 if self.kind == "Mamba-2" else self.key_dim**2
-        return self.batch * self.num_heads * per_head
+        return self.batch * self.num_heads * self.facts.map_numbers(self.key_dim)
 
     @property
     def inputs(self) -> tuple[HeadTensor, ...]:
         """The tensors that travel, in the order of the recurrence's inputs."""
-        narrow, wide = self.itemsize, self.wide_itemsize
-        key = HeadTensor(Heads.KEY_VALUE, self.key_dim, narrow)
-        value = HeadTensor(Heads.QUERY, self.value_dim, narrow)
-        one = HeadTensor(Heads.QUERY, 1, narrow)
-        if self.kind == "Mamba-2":
-            return value, one, key, key
-        by_channel = self.kind == "delta rule by channel"
-        decay = HeadTensor(Heads.QUERY, self.key_dim if by_channel else 1, wide)
-        # A number per head travels in the widest dtype that any of them has.
-        return key, key, value, decay, one if by_channel else one._replace(itemsize=wide)
+        return self.facts.inputs(self)
+
+    @property
+    def run_flops(self) -> float:
+        """FLOPs of its forward for each token of all heads."""
+        return self.facts.run_flops(self, self.value_dim)
+
+    @property
+    def map_flops(self) -> float:
+        """FLOPs for each token to find a segment's map."""
+        return self.facts.map_flops(self)
 
     @property
     def output(self) -> HeadTensor:
         return HeadTensor(Heads.QUERY, self.value_dim, self.itemsize)
+
+
+class RecurrenceFacts(NamedTuple):
+    """One kind of recurrence: what travels of it, and what it computes."""
+
+    inputs: Callable[[RecurrentShape], tuple[HeadTensor, ...]]
+    map_numbers: Callable[[int], int]
+    """Numbers of a head that a map leaves of a state, by the size of a key."""
+    run_flops: Callable[[RecurrentShape, int], float]
+    """FLOPs for each token of all heads, where values and states have so many columns."""
+    map_flops: Callable[[RecurrentShape], float]
+    """FLOPs for each token to find a segment's map."""
+    joins_documents: bool
+    """Whether its kernels run whole documents of one row in one call."""
+
+
+DELTA_CHUNK = 64
+"""Tokens that flash-linear-attention's delta rules compute at once."""
+STATE_SPACE_CHUNK = 256
+"""The same for mamba-ssm, as most configs have it."""
+
+
+def _delta_inputs(shape: RecurrentShape) -> tuple[HeadTensor, ...]:
+    key = HeadTensor(Heads.KEY_VALUE, shape.key_dim, shape.itemsize)
+    value = HeadTensor(Heads.QUERY, shape.value_dim, shape.itemsize)
+    one = HeadTensor(Heads.QUERY, 1, shape.wide_itemsize)
+    return key, key, value, one, one  # numbers per head travel in the widest dtype of any of them
+
+
+def _channel_inputs(shape: RecurrentShape) -> tuple[HeadTensor, ...]:
+    decay = HeadTensor(Heads.QUERY, shape.key_dim, shape.wide_itemsize)
+    return *_delta_inputs(shape)[:3], decay, HeadTensor(Heads.QUERY, 1, shape.itemsize)
+
+
+def _space_inputs(shape: RecurrentShape) -> tuple[HeadTensor, ...]:
+    key = HeadTensor(Heads.KEY_VALUE, shape.key_dim, shape.itemsize)
+    value = HeadTensor(Heads.QUERY, shape.value_dim, shape.itemsize)
+    return value, value._replace(dim=1), key, key
+
+
+# In chunks of C tokens, with keys of K numbers and values of V: the products of queries and of keys
+# with keys, and what they are applied to, take C per token; states are read and written.
+
+
+def _delta_flops(shape: RecurrentShape, v: int) -> float:
+    c, k = DELTA_CHUNK, shape.key_dim
+    return shape.batch * shape.num_heads * (6.0 * c * k + 4 * c * v + 6 * k * v)
+
+
+def _delta_map_flops(shape: RecurrentShape) -> float:
+    """The columns of a delta rule's map are run beside those of its values."""
+    return _delta_flops(shape, shape.value_dim + shape.key_dim)
+
+
+def _space_flops(shape: RecurrentShape, v: int) -> float:
+    c, k = STATE_SPACE_CHUNK, shape.key_dim
+    shared = 2.0 * c * k * shape.num_groups / shape.num_heads
+    return shape.batch * shape.num_heads * (shared + 2 * c * v + 4 * k * v)
+
+
+def _space_map_flops(shape: RecurrentShape) -> float:
+    """Mamba-2 runs a second time with one number per head."""
+    return _space_flops(shape, shape.value_dim) + _space_flops(shape, 1)
+
+
+_DELTA_RULE = RecurrenceFacts(
+    inputs=_delta_inputs,
+    map_numbers=lambda key_dim: key_dim**2,
+    run_flops=_delta_flops,
+    map_flops=_delta_map_flops,
+    joins_documents=True,
+)
+RECURRENCES: Mapping[RecurrenceKind, RecurrenceFacts] = MappingProxyType(
+    {
+        "delta rule": _DELTA_RULE,
+        "delta rule by channel": _DELTA_RULE._replace(inputs=_channel_inputs),
+        "Mamba-2": RecurrenceFacts(
+            inputs=_space_inputs,
+            map_numbers=lambda key_dim: 1,
+            run_flops=_space_flops,
+            map_flops=_space_map_flops,
+            joins_documents=False,
+        ),
+    }
+)
 
 
 def states_because(num_heads: int, num_groups: int, degree: int) -> str | None:

@@ -238,7 +238,7 @@ _FLASH_ATTN_2 = KernelRates(
     backward_causal=KernelRate(170e12, 800, 50e-6),
 )
 
-# `run_flops(shape, shape.value_dim) * tokens / seconds` for the forward of a shard. Measured on
+# `RecurrentShape.run_flops * tokens / seconds` for the forward of a shard. Measured on
 # H100, which computes as fast as an H200: delta rules, with benchmarks/recurrence_shared.py, whose
 # forward by states is two shards' after one another. It is 0.1 of the rate of large matrix
 # products: these kernels compute small ones and pass states from chunk to chunk. A decay per

@@ -27,10 +27,6 @@ from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.layout import Layout, LayoutName
 from longctx_patch.sequence.placement import place
 
-DELTA_CHUNK = 64
-"""Tokens that flash-linear-attention's delta rules compute at once."""
-STATE_SPACE_CHUNK = 256
-"""The same for mamba-ssm, as most configs have it."""
 BACKWARD = 2.6
 """Seconds of backward for each of forward: it computes the inner states again, and each product has
 two gradients. Measured for delta rules (benchmarks/recurrence_shared.py), estimated for others."""
@@ -215,40 +211,17 @@ def _exchanges(shape: RecurrentShape, row: Row) -> list[ChainTraffic]:
     ]
 
 
-def run_flops(shape: RecurrentShape, value_dim: int) -> float:
-    """FLOPs for each token of all heads, where values and states have `value_dim` columns.
-
-    In chunks of C tokens, with keys of K numbers and values of V: the products of queries and of
-    keys with keys, and what they are applied to, take C per token; states are read and written.
-    """
-    heads, k, v = shape.batch * shape.num_heads, shape.key_dim, value_dim
-    if shape.kind == "Mamba-2":
-        c = STATE_SPACE_CHUNK
-        shared = 2.0 * c * k * shape.num_groups / shape.num_heads
-        return heads * (shared + 2 * c * v + 4 * k * v)
-    c = DELTA_CHUNK
-    return heads * (6.0 * c * k + 4 * c * v + 6 * k * v)
-
-
-def map_flops(shape: RecurrentShape) -> float:
-    """FLOPs for each token to find a segment's map: a delta rule's columns of M are run beside
-    those of its values, and Mamba-2 runs a second time with one number per head."""
-    if shape.kind == "Mamba-2":
-        return run_flops(shape, shape.value_dim) + run_flops(shape, 1)
-    return run_flops(shape, shape.value_dim + shape.key_dim)
-
-
 def _chain_passes(shape: RecurrentShape, layout: Layout, row: Row, hardware: Hardware) -> _Passes:
     """Of a recurrence over a chain: what ranks compute before states travel, the states' way, and
     what they compute after it. In a replay with kept items each rank computes all at once. The CPU
     launches one call for each segment's output, or for several whole documents, and each map."""
     chain = make_chain(layout, row.documents)
     rate = hardware.recurrent.flops(shape.kind)
-    run_s, map_s = (flops(shape) / rate for flops in (_run_flops, map_flops))
+    run_s, map_s = (flops / rate for flops in (shape.run_flops, shape.map_flops))
     before = [work.begun * run_s + work.mapped * map_s for work in chain.work]
     after = [work.continued * run_s for work in chain.work]
-    # fla's kernels run whole documents in one call.
-    runs = chain.runs if shape.kind != "Mamba-2" and shape.batch == 1 else chain.of_rank
+    joins = shape.facts.joins_documents and shape.batch == 1
+    runs = chain.runs if joins else chain.of_rank
     calls = [len(runs(rank)) for rank in range(chain.num_ranks)]
     for number in chain.needed:
         if not chain.segments[number].begins:
@@ -263,10 +236,6 @@ def _chain_passes(shape: RecurrentShape, layout: Layout, row: Row, hardware: Har
         replay = _Seconds(max(map(sum, zip(before, after, strict=True))), launch_s)
     backward = _Seconds(BACKWARD * compute_s + travel_s, host_s)
     return _Passes(forward, backward, replay)
-
-
-def _run_flops(shape: RecurrentShape) -> float:
-    return run_flops(shape, shape.value_dim)
 
 
 def _in_node(num_ranks: int, hardware: Hardware) -> bool:

@@ -23,9 +23,7 @@ from longctx_patch.predict.attention.costs import Workload
 from longctx_patch.predict.machines import MACHINES, Link
 from longctx_patch.predict.recurrence import (
     HOST_CALL_S,
-    map_flops,
     predict_recurrence,
-    run_flops,
 )
 from longctx_patch.sequence.documents import Documents
 
@@ -63,7 +61,7 @@ def test_documents_that_stay_on_their_ranks_take_states() -> None:
     documents = Documents((32768,) * 4, 131072)
     states, heads = both_ways(ULYSSES, QWEN, documents)
     assert all(traffic.forward == Traffic() for traffic in states.traffic)
-    run_s = 32768 * run_flops(QWEN, 128) / H100.recurrent.delta_rule
+    run_s = 32768 * QWEN.run_flops / H100.recurrent.delta_rule
     assert states.forward_s == pytest.approx(run_s)
     assert heads.forward_s > run_s
     assert decide_recurrence(ULYSSES, QWEN, documents) == "states"
@@ -78,7 +76,7 @@ def test_the_cpu_bounds_many_short_documents_that_a_kernel_takes_one_by_one() ->
     assert states.forward_s == states.backward_s == pytest.approx(256 * HOST_CALL_S)
     assert heads.forward_s == pytest.approx(1024 * HOST_CALL_S + 1.5 * H100.host_ulysses_s)
     states, _ = both_ways(ULYSSES, QWEN, documents)
-    run_s = 32768 * run_flops(QWEN, 128) / H100.recurrent.delta_rule
+    run_s = 32768 * QWEN.run_flops / H100.recurrent.delta_rule
     assert states.forward_s == pytest.approx(run_s)
     mamba, _ = both_ways(ULYSSES, replace(QWEN, kind="Mamba-2"), documents)
     assert mamba.forward_s == pytest.approx(256 * HOST_CALL_S)
@@ -97,7 +95,7 @@ def test_ranks_wait_for_the_slowest_map_and_then_run() -> None:
     ]
     link = H100.intra_node
     travel_s = link.latency_s + (state + 2 * (state + map_bytes)) / link.bandwidth
-    compute_s = size * (map_flops(QWEN) + run_flops(QWEN, 128)) / rate
+    compute_s = size * (QWEN.map_flops + QWEN.run_flops) / rate
     assert found.forward_s == pytest.approx(compute_s + travel_s)
 
 
@@ -148,7 +146,7 @@ def test_a_replay_waits_for_no_other_rank() -> None:
     """Of two contiguous shards, the second waits in forward until the first has run."""
     row = row_of(LongContextConfig(ring_degree=2, layout="contiguous"), ROW)
     found = predict_recurrence(QWEN, row, "states", H100)
-    run_s = ROW.num_tokens / 2 * run_flops(QWEN, 128) / H100.recurrent.delta_rule
+    run_s = ROW.num_tokens / 2 * QWEN.run_flops / H100.recurrent.delta_rule
     assert 2 * run_s < found.forward_s < 2.1 * run_s
     assert found.replay_s == pytest.approx(run_s)
     assert {t.replay for t in found.traffic} == {Traffic()}

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 
 from longctx_patch.kernels.run import parts_that_fit
 from longctx_patch.memory.policies import POLICIES, LayerPolicy
-from longctx_patch.plans.recurrent import RecurrentShape
-from longctx_patch.predict.recurrence import DELTA_CHUNK
+from longctx_patch.plans.recurrent import DELTA_CHUNK, RecurrentShape
 from longctx_patch.predict.run.candidate import Candidate, Job
 from longctx_patch.predict.run.shape import LayerShape
 

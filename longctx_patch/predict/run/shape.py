@@ -15,7 +15,6 @@ from longctx_patch.families.facts import RECURRENT, ModelFacts, text_config
 from longctx_patch.families.recurrent_layers import recurrent_layers
 from longctx_patch.families.text_part import auto_class
 from longctx_patch.plans.recurrent import RecurrentShape
-from longctx_patch.predict.recurrence import run_flops
 
 HEAD_NORMS = ("q_norm", "k_norm")
 WIDE_NORMS = ("qwen3_next", "qwen3_5_text")
@@ -128,12 +127,11 @@ class ModelShape:
     def step_flops(self, num_tokens: int) -> float:
         """FLOPs of one causal row, forward and backward, without recompute: 6 for each linear
         weight and token, 6 * num_tokens^2 * num_heads * head_dim for each layer with attention, and
-        for each recurrence three times those of its chunked forward (`run_flops`)."""
+        for each recurrence three times those of its chunked forward."""
         attention = self.num_attending * num_tokens**2 * self.num_heads * self.head_dim
         flops = 6.0 * (self.linear_weights * num_tokens + attention)
         if (recurrence := self.recurrence) is not None:
-            forward = run_flops(recurrence, recurrence.value_dim)
-            flops += 3.0 * self.num_recurrent * num_tokens * forward
+            flops += 3.0 * self.num_recurrent * num_tokens * recurrence.run_flops
         return flops
 
 

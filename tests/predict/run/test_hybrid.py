@@ -9,7 +9,6 @@ from longctx_patch.choose.search import longest, result_of, search
 from longctx_patch.families.facts import ModelFacts
 from longctx_patch.families.family import CONVOLUTION, DELTA, STATE_SPACE
 from longctx_patch.memory.policies import CheckpointPolicy, LayerPolicy
-from longctx_patch.predict.recurrence import run_flops
 from longctx_patch.predict.run.components import host_bytes
 from longctx_patch.predict.run.layer_bytes import kept_bytes, layer_bytes
 from longctx_patch.predict.run.shape import LayerShape, shape_of
@@ -154,7 +153,7 @@ def test_flops_by_hand() -> None:
     assert net.recurrence is not None
     linear = 6 * net.linear_weights + 2 * attends.linear_weights + shape.vocab_size * 4096
     flops = 6 * linear * 1000 + 2 * 6 * 1000**2 * 4096
-    assert shape.step_flops(1000) == flops + 6 * 3 * 1000 * run_flops(net.recurrence, 128)
+    assert shape.step_flops(1000) == flops + 6 * 3 * 1000 * net.recurrence.run_flops
 
 
 def test_an_adapter_lies_beside_the_products_of_both_kinds() -> None:
