@@ -54,8 +54,8 @@ TRAVELS = ("auto", "heads")
 
 
 def cases_of(families: list[str], places: tuple[tuple[str, str], ...]) -> list[tuple[Any, ...]]:
-    """Pairs of circumstances with a family of each kind in turn, then each other family once."""
-    kinds = {kind_of(family): family for family in families}
+    """Pairs of circumstances with the first family of each kind in turn, then each other family once."""
+    kinds = {kind_of(family): family for family in reversed(families)}
     axes = covering_all_of_two(DEGREES, POLICIES, list(kinds.values()), places, list(ROWS), TRAVELS)
     cases = [
         (family, degrees, place, policy, rows, what)
