@@ -90,7 +90,9 @@ def depth(text: str) -> float:
 @click.option("--english-words", default="", help="RULER's english_words.json, for long cwe.")
 @click.option("--questions", default="", help="Your own: JSONL of context, question, answers.")
 @click.option("--longppl", is_flag=True, help="Perplexity of the tokens that need the context.")
-@click.option("--seed", type=int, default=42, help="Of the tasks [42, as RULER].")
+@click.option(
+    "--seed", type=click.IntRange(0, 2**32 - 1), default=42, help="Of the tasks [42, as RULER]."
+)
 @click.option(
     "--out", type=click.Path(path_type=Path), help="New folder [RUN/eval, or ./eval-NAME]."
 )
@@ -98,6 +100,12 @@ def depth(text: str) -> float:
 @click.option("--rope", type=Choice(SCALINGS), help="RoPE scaling by which it does so.")
 @click.option("--rope-theta", type=float, help="The base of --rope theta [by its rule].")
 @click.option("--rope-factor", type=float, help="Its factor [the ratio of the lengths].")
+@click.option(
+    "--rope-factors",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="JSON list of the factors of --rope longrope.",
+)
 @click.option(
     "--allow-beyond-reach", is_flag=True, help="Lengths beyond what RUN_OR_MODEL's RoPE reaches."
 )
@@ -192,13 +200,16 @@ def decide(target: str, options: dict[str, Any]) -> Decided:
 
 def _as_asked(found: "Evaluated", options: dict[str, Any]) -> "Evaluated":
     """The model with the options that change how it is read."""
+    from longctx_patch.recipes.context import read_factors
+
     if found.is_trained and (options["rope"] or options["context"]):
         raise ValueError(
             "--rope or --context with a model that was trained: it has the RoPE of its training. "
             "Leave it out, or give the model that it was trained from."
         )
     names = ("rope", "rope_theta", "rope_factor", "allow_beyond_reach", "tokenizer")
-    return found.with_(**{name: options[name] for name in names if options[name]})
+    given = {name: options[name] for name in names if options[name]}
+    return found.with_(**given, rope_factors=read_factors(options["rope_factors"]))
 
 
 def _lengths(tuned: "Evaluated", options: dict[str, Any]) -> tuple[int, ...]:

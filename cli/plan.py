@@ -33,6 +33,7 @@ class PlanOptions:
     tokens_per_step: int | None
     lora: bool
     rank: int | None
+    also_train: tuple[str, ...]
     dtype: Literal["float32", "bfloat16"] | None
     load_in_4bit: bool
     stock_layers: bool
@@ -46,6 +47,8 @@ class PlanOptions:
         from longctx_patch.cli.patch_options import check_weights
 
         check_weights(lora=self.lora, rank=self.rank, load_in_4bit=self.load_in_4bit)
+        if self.also_train and not self.lora:
+            raise ValueError("--also-train with --full: every weight is trained. Leave it out.")
         if self.load_in_4bit and self.dtype == "float32":
             raise ValueError(
                 "--load-in-4bit with --dtype float32: it computes in bfloat16. Use that."
@@ -71,6 +74,7 @@ class PlanOptions:
         from longctx_patch.predict.run.candidate import Job
         from longctx_patch.predict.run.cluster import parse_cluster
         from longctx_patch.predict.run.shape import shape_of
+        from longctx_patch.recipes.also_train import also_trained
         from longctx_patch.recipes.models import weights_dtype
 
         # The planner counts every dtype of 16 bits as bfloat16.
@@ -82,6 +86,7 @@ class PlanOptions:
             seq_len=self.seq_len or SHORT_ROW,
             lora=self.lora,
             lora_rank=self.rank or 16,
+            also_train=tuple(also_trained(self.also_train)),
             dtype="nf4" if self.load_in_4bit else self.dtype or usual,
             fsdp=not self.load_in_4bit,
             fused_layers=not self.stock_layers and config.model_type in LIGER_FAMILIES,
@@ -101,6 +106,9 @@ class PlanOptions:
 @click.option("--tokens-per-step", type=Tokens(), help="The same in tokens: 1M.")
 @click.option("--lora/--full", default=True, help="Train an adapter or every weight [lora].")
 @click.option("--rank", type=click.IntRange(1), help="Of the adapter [16].")
+@click.option(
+    "--also-train", multiple=True, help="As a whole beside the adapter: embeddings,norms."
+)
 @click.option(
     "--dtype",
     type=Choice(("float32", "bfloat16")),
@@ -175,6 +183,7 @@ def next_command(model: str, asked: PlanOptions, job: "Job", rope: str | None, d
         "--sequence-degree": None if is_left else degree,
         "--rope": rope,
         "--rank": asked.rank,
+        "--also-train": ",".join(job.also_train) or None,
         "--dtype": asked.dtype,
         "--host-gib": asked.host_gib,
         "--rows-per-step": job.rows_per_step or None,

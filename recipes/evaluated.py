@@ -42,7 +42,12 @@ class Evaluated(Parallelism, ModelSettings):
     @property
     def is_trained(self) -> bool:
         """Whether its folder says the RoPE that it was trained with."""
-        return bool(self.base or self.adapter)
+        return has_config(self.adapter) if self.adapter else bool(self.base)
+
+
+def has_config(adapter: str) -> bool:
+    """Whether an adapter's folder has a config.json, as those have that were trained here."""
+    return (Path(adapter) / "config.json").is_file()
 
 
 def find(target: str) -> Evaluated:
@@ -113,11 +118,14 @@ def _has_weights(folder: Path) -> bool:
 def _with_adapter(folder: Path, *, label: str) -> Evaluated:
     content = json.loads((folder / ADAPTER_FILE).read_text(encoding="utf-8"))
     base = content.get("base_model_name_or_path") or ""
-    if not base or is_bare_config(base):
-        what = "names no base" if not base else f"has {base}, a config without weights, as its base"
+    is_gone = Path(base).is_absolute() and not Path(base).exists()
+    if not base or is_gone or is_bare_config(base):
+        what = f"has {base}, a config without weights, as its base"
+        what = f"has {base} as its base, which is not there" if is_gone else what
         raise ValueError(
-            f"the adapter in {folder} {what}: it can't be evaluated. Give an adapter over a folder "
-            "or a hub name with weights."
+            f"the adapter in {folder} {what if base else 'names no base'}: it can't be evaluated. "
+            "Give an adapter over a folder or a hub name with weights; where its base has moved, "
+            f"say so in {ADAPTER_FILE} (base_model_name_or_path)."
         )
     own = any((folder / name).is_file() for name in TOKENIZER_FILES)
     tokenizer = str(folder.resolve()) if own else ""
@@ -131,6 +139,11 @@ def base_of(tuned: Evaluated) -> Evaluated | None:
     """The model that a run began with, as it was published; None where it had random weights."""
     if not tuned.base or is_bare_config(tuned.base):
         return None
+    if Path(tuned.base).is_absolute() and not Path(tuned.base).exists():
+        raise ValueError(
+            f"{tuned.label} was trained from {tuned.base}, which is not there. Evaluate it "
+            "--alone, or beside the moved one: --beside FOLDER."
+        )
     found = find(tuned.base)
     label = found.label if found.label != tuned.label else f"{found.label} (base)"
     # They were trained with one tokenizer, which a base may lack.
@@ -143,7 +156,7 @@ def config_of(settings: Evaluated) -> PreTrainedConfig:
 
     Raises ValueError for what can't be evaluated, before weights are read.
     """
-    if not (settings.adapter and (Path(settings.adapter) / "config.json").is_file()):
+    if not (settings.adapter and has_config(settings.adapter)):
         return models.load_config(settings)
     plain = settings.with_(rope="none", allow_beyond_reach=True)
     models.load_config(plain)  # refuses a base without weights or without a head
@@ -195,8 +208,12 @@ def notes_of(settings: Evaluated, config: PreTrainedConfig, longest: int) -> Ite
     reach = reachable_length(config)
     if reach is not None and reach < longest:
         yield f"reaches {reach:,} tokens, and is evaluated beyond as it is"
-    file = Path(settings.adapter) / "config.json" if settings.adapter else None
-    if file and file.is_file() and "quantization_config" in json.loads(file.read_text()):
+    if not settings.adapter:
+        return
+    if not has_config(settings.adapter):
+        asked = settings.rope != "none"
+        yield "its folder has no config.json: " + ("RoPE as asked" if asked else "RoPE of its base")
+    elif "quantization_config" in json.loads((Path(settings.adapter) / "config.json").read_text()):
         yield "trained over weights rounded to 4 bits, and evaluated over the ones that were not"
 
 

@@ -47,7 +47,7 @@ FREE = {
     *("skip_bad_steps", "sentinel_every"),  # good steps are what they are
 }
 PLACES = {"model", "tokenizer", "chat_template", "text", "data", "eval_data", "output"}
-WORLD = {*PARALLELISM} - FREE
+WORLD = {*PARALLELISM} - FREE - {"shifted_group"}  # tokens see others with it
 ROWS = {"batch_size", "gradient_accumulation_steps"}
 
 

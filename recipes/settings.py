@@ -43,6 +43,8 @@ OPPOSITES = {"lora": "full", "full": "lora"}
 """A flag of one of these settings switches the other off if the file sets it."""
 SHORT_NAMES = {"ulysses_degree": "ulysses", "ring_degree": "ring"}
 """Fields of LongContextConfig that have another name here."""
+USUAL_STEPS = 100
+"""Optimizer steps of a run where nothing says how many."""
 OTHER_DEFAULTS = {"layout": "auto", "checkpoint": "auto"}
 """Defaults here that differ from LongContextConfig's; `auto` stands for a layout of None."""
 
@@ -313,7 +315,9 @@ class Settings(Parallelism, _Text, ModelSettings):
     scheduler: SchedulerName = setting("course of the learning rate", default="cosine")
     warmup_steps: int = setting("steps of linear warm-up", default=0)
     weight_decay: float = setting("AdamW's weight decay", default=0.0)
-    max_steps: int = setting("optimizer steps", default=100)
+    max_steps: int = setting(
+        "optimizer steps; -1: 100, unless stages or num_train_epochs say it", default=-1
+    )
     stages: str = setting(
         "row lengths in stages, each with its steps: 16K:200,64K:100; they decide seq_len (the "
         "longest) and max_steps",
@@ -375,16 +379,23 @@ class Settings(Parallelism, _Text, ModelSettings):
                 "Use --scheduler constant_with_warmup."
             )
         parallelism_of(self)
+        if self.stages:
+            try:
+                self.of_stages()
+            except ValueError as error:
+                raise ValueError(f"stages={self.stages!r}: {error}") from error
 
     def _check_stages(self) -> None:
         """Raise ValueError for stages that can't be; they decide seq_len and max_steps."""
         if not self.stages:
+            if self.max_steps == -1:
+                object.__setattr__(self, "max_steps", USUAL_STEPS)
             return
         stages = read_stages(self.stages)
         longest = max(stage.seq_len for stage in stages)
         for name, value, default in (
             ("seq_len", longest, 0),
-            ("max_steps", stages[-1].last, Settings.max_steps),
+            ("max_steps", stages[-1].last, -1),
             ("num_train_epochs", 0, 0),
         ):
             if getattr(self, name) not in (value, default):
@@ -491,6 +502,7 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
         asked = vars(parser.parse_args(flags))
         from_file = read_settings(found, FIELD_TYPES)
         taken_back = {name for name, opposite in OPPOSITES.items() if asked[opposite]}
+        taken_back |= {"max_steps"} if asked["stages"] else set()
         parser.set_defaults(**{k: v for k, v in from_file.items() if k not in taken_back})
     values = vars(parser.parse_args(flags))
     values.pop("settings")

@@ -66,6 +66,7 @@ def flags(result: Result) -> str:
     and `--states-on-host` is the launcher's."""
     candidate, job = result.candidate, result.job
     what = f"--lora --rank {job.lora_rank}" if job.lora else "--full"
+    what += f" --also-train {','.join(job.also_train)}" if job.also_train else ""
     what += " --load-in-4bit" if job.dtype == "nf4" else f" --dtype {job.dtype}"
     degrees = f"--ulysses {candidate.ulysses} --ring {candidate.ring}"
     text = f"{what} {degrees} --checkpoint {candidate.checkpoint} --mlp-tiles {candidate.mlp_tiles}"

@@ -298,10 +298,10 @@ def _on_all_ranks(make: Callable[[], Made]) -> Made:
 
 
 def _facts(asked: ContextEvaluation) -> dict[str, Any]:
-    """What is asked, with the texts as their number and a digest."""
+    """What is asked, with the texts as their number and a digest, in which the haystack is too."""
     facts = {each.name: getattr(asked, each.name) for each in fields(asked)}
     texts, own = facts.pop("texts"), facts.pop("own")
-    digest = blake2b(repr(own).encode(), digest_size=8)
+    digest = blake2b(repr((own, asked.sources.text)).encode(), digest_size=8)
     for text in texts:
         digest.update(text.encode() if isinstance(text, str) else repr(list(text)).encode())
     number = f"{len(texts)} and {len(own)} with the digest {digest.hexdigest()}"

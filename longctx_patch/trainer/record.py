@@ -58,7 +58,15 @@ def promises_manifest(folder: str | Path) -> bool:
 
 def resume_problems(folder: str | Path, now: dict[str, Any]) -> Iterable[str]:
     """Why the run that `now` describes can't go on from a checkpoint, in words."""
-    has_mask = _read(folder, now).get("has_mask", now["has_mask"])
+    before = _read(folder, now)
+    group, own = (run["config"].get("shifted_group", 0) for run in (before, now))
+    if group != own:
+        yield (
+            f"{folder} was trained with shifted_group={group}, and this run has {own}, so tokens "
+            f"would see others than before. Resume with {group}, or load its weights into a run of "
+            "its own."
+        )
+    has_mask = before.get("has_mask", now["has_mask"])
     if has_mask != now["has_mask"]:
         way = "with" if has_mask else "without"
         yield (

@@ -108,8 +108,8 @@ def test_text_has_a_table_its_parts_and_the_longest_row(run: Run, llama_8b: Path
         ([], ["--rope", "yarn"]),
         (["--full"], ["--sequence-degree", "8", "--rope", "yarn", "--full"]),
         (
-            ["--rank", "8", "--rows-per-step", "6"],
-            ["--rope", "yarn", "--rank", "8", "--rows-per-step", "6"],
+            ["--rank", "8", "--also-train", "norms", "--rows-per-step", "6"],
+            ["--rope", "yarn", "--rank", "8", "--also-train", "norms", "--rows-per-step", "6"],
         ),
     ],
 )
@@ -159,6 +159,8 @@ def test_options_reach_the_planner(run: Run, llama_8b: Path) -> None:
     assert lora["components_gib"]["optimizer"] < full["components_gib"]["optimizer"]
     more = best("--rank", 64)["components_gib"]["optimizer"]
     assert more == pytest.approx(4 * lora["components_gib"]["optimizer"])
+    beside = best("--also-train", "embeddings,norms")
+    assert beside["components_gib"]["optimizer"] > 2 * lora["components_gib"]["optimizer"]
     narrow = best("--load-in-4bit")
     # Each GPU holds all weights, most of them in half a byte; in bfloat16 four GPUs share them.
     assert narrow["components_gib"]["weights"] == pytest.approx(5.5, abs=0.3)
@@ -249,6 +251,7 @@ def test_other_numbers_of_tokens_are_refused(run: Run, llama_8b: Path, text: str
         (["--gpus", "4xB300"], ["--gpus '4xB300'", "as 4xH200", "Kinds: H200, H100"]),
         (["--gpus", "H200", "--host-gib", "nan"], ["--host-gib nan", "Use a number above 0"]),
         (["--gpus", "H200", "--full", "--rank", "8"], ["--rank 8", "Use --lora"]),
+        (["--gpus", "H200", "--full", "--also-train", "norms"], ["every weight is trained"]),
         (["--gpus", "H200", "--png", "none/x.png"], ["--png 'none/x.png'", "no folder 'none'"]),
         (["--gpus", "H200", "--png", "x.jpg"], ["--png 'x.jpg'", "Use --png 'x.png'"]),
         (["--gpus", "H200", "--png", "x.png", "--max-seq-len"], ["Add --seq-len, without --max"]),
@@ -277,7 +280,7 @@ def test_a_row_is_needed(run: Run, llama_8b: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        ({"model_type": "mamba"}, "its scan (Mamba-1) is affine in its state"),
+        ({"model_type": "mamba"}, "its recurrence is affine in its state"),
         ({"model_type": "mixtral"}, "The planner knows dense"),
         ({"model_type": "youtu"}, "kv_lora_rank=512. The planner knows layers whose keys"),
         (

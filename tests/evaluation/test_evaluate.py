@@ -25,7 +25,7 @@ from longctx_patch import (
 from longctx_patch.evaluation.rows import RowScorer
 from longctx_patch.evaluation.scores import in_k
 from longctx_patch.evaluation.scoring import score_samples
-from longctx_patch.evaluation.tasks import read_questions
+from longctx_patch.evaluation.tasks import Sources, read_questions
 from longctx_patch.recipes.models import byte_tokenizer
 from tests.evaluation.stock import document, stock_log_probs
 from tests.evaluation.test_scoring import MODEL, SAMPLES, expected
@@ -73,6 +73,9 @@ def over_processes(rank: int) -> list[Any]:
         assert loss.item() == pytest.approx(stock_loss(row), rel=1e-5)
     differs = replace(ASKED, seed=43) if rank == 1 else ASKED
     with pytest.raises(ValueError, match=r"disagree about what to evaluate:\n  seed: 42 on ranks"):
+        evaluate_context(handle, None, differs)
+    differs = replace(ASKED, sources=Sources(text=f"text of rank {rank}"))
+    with pytest.raises(ValueError, match=r"disagree about what to evaluate:\n  texts and samples"):
         evaluate_context(handle, None, differs)
     beyond = ContextEvaluation(lengths=(4096,), texts=(tuple(document(4096, 1)),))
     with pytest.raises(ValueError, match="4096 tokens, but the model reaches 2048"):

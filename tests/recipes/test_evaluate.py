@@ -12,8 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 
 from longctx_patch.cli.main import main as longctx
 from longctx_patch.recipes import evaluate, finetune, models, sft
-from longctx_patch.recipes.evaluated import find
+from longctx_patch.recipes.evaluated import base_of, find
 from longctx_patch.recipes.metrics import read_metrics
+from longctx_patch.recipes.model_card import ADAPTER_FILE
 from longctx_patch.recipes.models import byte_tokenizer
 from longctx_patch.recipes.settings import parse_settings
 from tests.launching import run_module
@@ -102,7 +103,16 @@ def test_which_weights_a_run_stands_for(run: Path, base: Path) -> None:
     assert find(str(run)).adapter.endswith("checkpoints/step_000002/model")
     assert find(str(run)).label == "run, step_000002"
     assert find(str(run / "training")).adapter.endswith("checkpoints/step_000002/model")
-    assert find(str(run / "training/final")).model == str(base)
+    final = run / "training/final"
+    assert (find(str(final)).model, find(str(final)).is_trained) == (str(base), True)
+    (final / "config.json").unlink()  # as adapters trained elsewhere, which may be given a RoPE
+    assert not find(str(final)).is_trained
+    moved = json.loads((final / ADAPTER_FILE).read_text()) | {"base_model_name_or_path": "/gone"}
+    (final / ADAPTER_FILE).write_text(json.dumps(moved))
+    with pytest.raises(ValueError, match=r"has /gone as its base, which is not there.*has moved"):
+        find(str(final))
+    with pytest.raises(ValueError, match=r"trained from /gone, which is not there.*--alone"):
+        base_of(find(str(run)).with_(base="/gone"))
     for path in (run / "training").rglob("adapter_config.json"):
         path.unlink()
     for path in (run / "training").rglob("*.safetensors"):

@@ -34,6 +34,16 @@ def test_stages_decide_the_row_length_and_the_number_of_steps() -> None:
     assert dataclasses.replace(settings, seed=1).stages == settings.stages
     alone = Settings(**GIVEN, seq_len=64, max_steps=7)
     assert alone.length_stages == (LengthStage(64, 0, 7),)
+    assert Settings(**GIVEN, seq_len=64).max_steps == 100
+
+
+def test_stages_as_a_flag_replace_the_steps_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "finetune.yaml"
+    file.write_text("model: m\ntext: [t]\noutput: o\nseq_len: 64\nmax_steps: 100\n")
+    words = ["--settings", str(file), "--stages", "32:3,64:2"]
+    assert parse_settings(words).max_steps == 5
+    with pytest.raises(ValueError, match=r"max_steps=100 with stages.*Give 5 or leave it out"):
+        parse_settings([*words, "--max-steps", "100"])
 
 
 @pytest.mark.parametrize(
@@ -49,6 +59,11 @@ def test_stages_decide_the_row_length_and_the_number_of_steps() -> None:
             "seq_len=32 with stages.*longest rows have 64.*Give 64",
         ),
         ({"stages": "64:5", "max_steps": 9}, "max_steps=9 with stages.*there are 5 steps. Give 5"),
+        ({"stages": "64:5", "max_steps": 100}, "max_steps=100 with stages"),
+        (
+            {"stages": "16:5,64:5", "shifted_group": 32},
+            "stages='16:5,64:5': shifted_group=32 with seq_len=16: a group holds a whole row",
+        ),
         ({"stages": "64:5", "num_train_epochs": 1.0}, "num_train_epochs=1.0 with.*Leave it out"),
         ({"stages": "64:5", "warmup_steps": 9}, "warmup_steps=9 with max_steps=5"),
         ({"stages": "16:5,64:5", "mixture": "long=0.5,short=0.5,from=32"}, "a row holds 16"),

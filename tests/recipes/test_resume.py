@@ -325,3 +325,11 @@ def test_what_changes_between_a_stop_and_its_resumption_is_refused(
         assert f"--allow-change {name}" in str(refused.value)
         names += ["--allow-change", name] if not names else [name]
     finetune.main([*command, "--resume", *names])
+
+
+def test_groups_of_attention_are_no_other_world() -> None:
+    """Tokens see others with them, so a resumed run would have other numbers."""
+    assert not {"shifted_group", "also_train", "context", "stages"} & (
+        identity.WORLD | identity.FREE
+    )
+    assert {"ring", "ulysses"} <= identity.WORLD

@@ -22,6 +22,16 @@ def test_a_copy_that_is_not_installed_is_noted(monkeypatch: pytest.MonkeyPatch) 
     assert versions["torch"] == version("torch")
 
 
+def test_attention_in_other_groups_is_refused(tmp_path: Path) -> None:
+    handle = patch(tiny_model(), LongContextConfig())
+    now = record.record_of(handle, 1)
+    grouped = now | {"config": now["config"] | {"shifted_group": 32}}
+    record.write_record(tmp_path, grouped)
+    assert not [*record.resume_problems(tmp_path, grouped)]
+    (problem,) = record.resume_problems(tmp_path, now)
+    assert "was trained with shifted_group=32, and this run has 0" in problem
+
+
 @pytest.mark.parametrize("is_fsdp", [False, True])
 def test_a_checkpoint_of_the_other_way_to_hold_weights_is_refused(
     tmp_path: Path, is_fsdp: bool
