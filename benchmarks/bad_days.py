@@ -34,9 +34,8 @@ import torch
 from model_shapes import model_config
 
 from longctx_patch.checkpoints.keeper import Keeper
-from longctx_patch.health.finite import FiniteSteps
+from longctx_patch.health.finite import FiniteSteps, StepNumbers, gathered
 from longctx_patch.health.replicas import ReplicaCheck
-from longctx_patch.health.step_numbers import StepNumbers, gathered
 from longctx_patch.health.watchdog import Watchdog
 from longctx_patch.memory.random_state import RandomState
 from longctx_patch.recipes import finetune

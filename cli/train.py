@@ -274,7 +274,7 @@ def _launch(arguments: Any, recipe: str) -> None:
         codes = {each.exitcode for each in error.failures.values()}
         if codes <= STOPPED:  # a signal has stopped the run, which is saved
             raise SystemExit(max(codes)) from None
-        click.echo(ending_of(error.failures, Path(arguments.log_dir)), err=True, nl=False)
+        click.echo(ending_of(error.failures), err=True, nl=False)
         raise SystemExit(1) from None
     except CalledProcessError as error:  # of a single process, which has said why
         raise SystemExit(error.returncode if error.returncode in STOPPED else 1) from None
@@ -317,7 +317,7 @@ def handing_signals_on() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def ending_of(failures: Mapping[int, Any], logs: Path) -> str:
+def ending_of(failures: Mapping[int, Any]) -> str:
     """What is to be said of processes that ended a run, beyond what they have said themselves.
 
     A process that lost another one fails too, and torch notices a signal late: so those that a
@@ -326,12 +326,11 @@ def ending_of(failures: Mapping[int, Any], logs: Path) -> str:
     Args:
         failures: torch's `ProcessFailure` by rank. A refusal was printed by its process; the
             traceback of another exception is only in the file that it left.
-        logs: torch's folder for what processes leave, such as their trails.
     """
     signals = {rank: each for rank, each in failures.items() if each.exitcode < 0}
     traces = {rank: trace for rank, each in failures.items() if (trace := _trace(each))}
     lines = [
-        f"rank {rank} was ended by {each.signal_name()}{_where(each, logs)}{_hint(each)}. "
+        f"rank {rank} was ended by {each.signal_name()}{_hint(each)}. "
         "A training goes on from its newest checkpoint by `--resume`."
         for rank, each in sorted(signals.items())
     ]
@@ -341,14 +340,6 @@ def ending_of(failures: Mapping[int, Any], logs: Path) -> str:
     last_lines = {rank: trace.strip().splitlines()[-1] for rank, trace in sorted(traces.items())}
     lines += [f"rank {rank} failed too: {line}" for rank, line in last_lines.items()]
     return "".join(f"{line}\n" for line in lines)
-
-
-def _where(failure: Any, logs: Path) -> str:
-    """What the process was busy with, which it can't say any more."""
-    from longctx_patch.health.trail import read_trail, trail_of
-
-    words = read_trail(trail_of(failure.local_rank, logs))
-    return f" in {words}" if words else ""
 
 
 def _hint(failure: Any) -> str:

@@ -23,11 +23,10 @@ if TYPE_CHECKING:
     from longctx_patch.families.checks import UnsupportedModelError
     from longctx_patch.families.rope import scale_rope
     from longctx_patch.health.agreement import model_facts, require_agreement
-    from longctx_patch.health.finite import BadStepError, FiniteSteps, StepHistory
-    from longctx_patch.health.limits import TimeLimits
+    from longctx_patch.health.finite import BadStepError, FiniteSteps, StepHistory, StepNumbers
     from longctx_patch.health.pace import PaceCheck
+    from longctx_patch.health.progress import TimeLimits
     from longctx_patch.health.sentinel import DriftError, Sentinel
-    from longctx_patch.health.step_numbers import StepNumbers
     from longctx_patch.health.watchdog import Watchdog
     from longctx_patch.health.weights import check_weights
     from longctx_patch.hf.handle import PatchHandle
@@ -77,15 +76,14 @@ _NAMES_IN = {
     "evaluation.evaluate": ("ContextEvaluation", "evaluate_context"),
     "evaluation.scores": ("ContextScores", "compare_scores"),
     "health.agreement": ("model_facts", "require_agreement"),
-    "health.finite": ("BadStepError", "FiniteSteps", "StepHistory"),
+    "health.finite": ("BadStepError", "FiniteSteps", "StepHistory", "StepNumbers"),
     "health.pace": ("PaceCheck",),
     "health.sentinel": ("DriftError", "Sentinel"),
-    "health.step_numbers": ("StepNumbers",),
     "health.weights": ("check_weights",),
     "hf.layers.fused_layers": ("choose_fused_layers", "fuse_layers", "require_fused_layers"),
     "families.checks": ("UnsupportedModelError",),
     "families.rope": ("scale_rope",),
-    "health.limits": ("TimeLimits",),
+    "health.progress": ("TimeLimits",),
     "health.watchdog": ("Watchdog",),
     "hf.handle": ("PatchHandle",),
     "hf.patching": ("patch",),

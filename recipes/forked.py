@@ -9,15 +9,13 @@ import signal
 import sys
 from importlib import import_module
 
-from longctx_patch.health.last_words import say
-from longctx_patch.health.process_tree import die_with_launcher, end_with
+from longctx_patch.health.last_words import end_with, say
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
 
 if __name__ == "__main__":
     _, launcher, name, *options = sys.argv
     # Before imports, which take seconds.
-    die_with_launcher()
     end_with(int(launcher), lambda words: say(f"{name}: {words}"))
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # as by nohup

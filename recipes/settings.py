@@ -20,7 +20,7 @@ from longctx_patch.checkpoints.run_folder import ResumeName, resume_name
 from longctx_patch.config import LongContextConfig
 from longctx_patch.evaluation.tasks import TASKS
 from longctx_patch.health.finite import check_guard_settings
-from longctx_patch.health.limits import TimeLimits
+from longctx_patch.health.progress import TimeLimits
 from longctx_patch.hf.layers.fused_layers import FusedLayersName
 from longctx_patch.recipes.also_train import ALSO_TRAINED, also_trained
 from longctx_patch.recipes.context import ContextSettings

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.utils._pytree import tree_leaves
 
 from longctx_patch.health.last_words import say as say_here
-from longctx_patch.health.own_part import own_part
+from longctx_patch.health.weights import own_part
 from longctx_patch.memory.host import available_bytes
 from longctx_patch.plugin.together import num_ranks, of_all_ranks, own_rank
 

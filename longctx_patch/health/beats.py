@@ -1,17 +1,28 @@
 """What the ranks of a job tell each other through its store, while their groups may hang.
 
-Each rank writes a beat every second or so. Another one reads them once it has waited too long.
+Each rank writes a beat every second or so. Another one reads them once it has waited too long. A
+thread of its own talks to the store: a store that no longer answers, since the process that holds
+it was stopped, must not keep the thread that counts the time from ending this process.
 """
 
 import contextlib
 import json
+import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from longctx_patch.health.trail import read_trail
+from longctx_patch.health.places import OWN_THREADS
 
 ALARM, SPEAKER = "alarm", "speaker"
+BETWEEN = 3
+"""Beats between two readings: a living rank writes at least one of its own meanwhile."""
+RANKS_A_SECOND = 200
+"""Of large jobs ranks write more rarely: the store serves all of them from one process."""
+SEARCH_S = 0.05
+"""Between looks for a store or a rank that is not there yet: so those that stop as they begin are
+known."""
 
 
 class Beat(NamedTuple):
@@ -34,12 +45,6 @@ class Beat(NamedTuple):
     """Where it is, once it looks for what hangs."""
     waits: bool = False
     """Whether that is a wait for other ranks."""
-    trail: str = ""
-    """The file in which ranks of its machine find what it is busy with (`trail.py`)."""
-
-    def at_last(self) -> "Beat":
-        """With what the process was busy with last, if that is known. For ranks of its machine."""
-        return self._replace(at=read_trail(self.trail) or self.at)
 
 
 class Alarm(NamedTuple):
@@ -93,3 +98,114 @@ def board_of_job() -> Board | None:
         store = store.clone()
         return Board(dist.PrefixStore("longctx-health", store), dist.get_world_size())
     return None
+
+
+class Readings(NamedTuple):
+    """Every rank's newest beat, read two times."""
+
+    before: dict[int, Beat]
+    after: dict[int, Beat]
+    is_speaker: bool
+    """Whether this rank is the one that speaks for the job."""
+
+
+class Teller:
+    """Tells `make_beat(count)` every `interval_s` seconds, until `close`."""
+
+    def __init__(
+        self,
+        make_beat: Callable[[int], Beat],
+        interval_s: float,
+        find_board: Callable[[], Board | None] = board_of_job,
+    ) -> None:
+        self.alarm: Alarm | None = None
+        """The job's alarm, once there is one."""
+        self.peers: dict[int, Beat] = {}
+        """All ranks as they were when they had all come, or when they were looked at again."""
+        self.world = 1
+        """Number of ranks, once the job has a store."""
+        self._make_beat, self.interval_s, self._find_board = make_beat, interval_s, find_board
+        self._board: Board | None = None
+        self._count = 0
+        self._mine: Alarm | None = None
+        self._readings: Readings | None = None
+        self._looks, self._reads, self._closing = False, False, False
+        self._wake, self._is_raised, self._is_read = (threading.Event() for _ in range(3))
+        self._thread = threading.Thread(target=self._run, name=f"{OWN_THREADS}-store", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Tell a last time, and end."""
+        self._closing = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(2 * self.interval_s)
+
+    def raise_alarm(self, alarm: Alarm, timeout_s: float = 0.0) -> Alarm:
+        """Tell all ranks, unless another one was first: then that is the alarm. Waits for the store
+        `timeout_s` at most."""
+        self._mine = alarm
+        self._wake.set()
+        self._is_raised.wait(timeout_s)
+        return self.alarm or alarm
+
+    def look_again(self) -> None:
+        """Read all ranks anew, soon."""
+        self._looks = True
+
+    def read(self) -> Readings | None:
+        """Read all ranks two times; None where the store doesn't answer, or there is none."""
+        self._reads = True
+        self._wake.set()
+        self._is_read.wait((BETWEEN + 2) * self.interval_s + 1.0)
+        return self._readings
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._tell()
+                if self._reads:
+                    self._read_twice()
+                    return
+                self._wake.wait(self._pause_s())
+                self._wake.clear()
+            self._tell()
+        except RuntimeError:  # torch's stores raise it where the one that holds them is gone
+            pass
+        finally:
+            self._is_raised.set()
+            self._is_read.set()
+
+    def _tell(self) -> None:
+        board = self._board = self._board or self._find_board()
+        if board is None:
+            return
+        self.world = board.world
+        self.interval_s = max(self.interval_s, board.world / RANKS_A_SECOND)
+        self._count += 1
+        board.publish(self._make_beat(self._count))
+        if self.alarm is None and self._mine is not None:
+            self.alarm = board.raise_alarm(self._mine)
+            self._is_raised.set()
+        self.alarm = self.alarm or board.alarm()
+        if self._looks or len(self.peers) < board.world:
+            self._looks = False
+            self.peers = board.everyone()
+
+    def _pause_s(self) -> float:
+        """Short until every rank is known: who is lost before that can't be named."""
+        if self._board is not None and len(self.peers) == self.world:
+            return self.interval_s
+        return min(self.interval_s, max(SEARCH_S, self.world / RANKS_A_SECOND))
+
+    def _read_twice(self) -> None:
+        if self._board is None:
+            return
+        before = self._board.everyone()
+        for _ in range(BETWEEN):
+            threading.Event().wait(self.interval_s)
+            self._tell()
+        after = self._board.everyone()
+        self._readings = Readings(before, after, self._board.is_speaker())

@@ -1,4 +1,4 @@
-"""Says why a process ends: on the screen, and to the launcher, which repeats it in its summary."""
+"""How a process ends: what it says to the screen and its launcher, and the processes around it."""
 
 import errno
 import json
@@ -8,9 +8,16 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Literal
+
+import psutil
+
+State = Literal["runs", "stopped", "gone"]
+ORPHAN_S = 1.0
+"""How often a process looks whether its launcher is there."""
 
 SYSTEM = {
     errno.ENOSPC: "Make room there, or write to another place.",
@@ -63,3 +70,58 @@ def _tell_launcher(message: str) -> None:
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         content = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
         Path(path).write_text(json.dumps({"message": content}), encoding="utf-8")
+
+
+def born_at(pid: int | None = None) -> float:
+    """When a process was started: with its number it names a process, as numbers come again."""
+    return float(psutil.Process(pid).create_time())
+
+
+def state_of(pid: int, born: float) -> State:
+    """Whether a process of this machine runs, was stopped by a signal, or has ended."""
+    try:
+        process = psutil.Process(pid)
+        status = process.status()
+        if process.create_time() != born or status == psutil.STATUS_ZOMBIE:
+            return "gone"
+    except psutil.NoSuchProcess:
+        return "gone"
+    return "stopped" if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else "runs"
+
+
+def kill(pid: int, born: float) -> None:
+    """End a process of this machine at once, also one that was stopped."""
+    if state_of(pid, born) != "gone":
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def kill_children() -> None:
+    """End what this process has started, such as workers that read data."""
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+
+
+def launcher() -> int | None:
+    """The process of torch's launcher that started this one; None where there is none."""
+    return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+
+def end_with(parent: int, say: Callable[[str], object]) -> None:
+    """Watch beside this process from its first moment, while a `Watchdog` is not there yet: end it
+    when the process that started it has gone.
+
+    Args:
+        parent: the number of that process, which knows it better than a child that it may leave.
+        say: is told.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(ORPHAN_S)
+        time.sleep(2 * ORPHAN_S)  # a watchdog ends it with what the run was doing, and its children
+        say("its launcher is gone, so the process ends.")
+        os._exit(1)
+
+    threading.Thread(target=watch, name="launcher", daemon=True).start()

@@ -18,8 +18,8 @@ from typing import TypeVar
 
 import torch
 
+from longctx_patch.health.finite import OnTheWay, gathered
 from longctx_patch.health.rates import TERA, pci_of, slow_ones, time_products
-from longctx_patch.health.step_numbers import OnTheWay, gathered
 from longctx_patch.plugin.together import num_ranks, of_all_ranks, own_rank
 
 EVERY = 24

@@ -1,17 +1,19 @@
 """Where a process is, from the Python frames of its threads: its layer, and the exchange in it.
 
 Nothing is recorded beforehand, so a run that is all right pays nothing for it. Frames of backward
-are found in autograd's threads as well.
+are found in autograd's threads as well; torch's flight recorder of NCCL says what a GPU waits for.
 """
 
+import pickle
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from types import FrameType
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 OWN_THREADS = "longctx-watchdog"
@@ -71,6 +73,27 @@ def stacks() -> dict[str, list[str]]:
 def _threads() -> dict[int, FrameType]:
     ours = {t.ident for t in threading.enumerate() if t.name.startswith(OWN_THREADS)}
     return {n: frame for n, frame in sys._current_frames().items() if n not in ours}
+
+
+def unfinished_on_nccl() -> list[dict[str, Any]]:
+    """Collectives that NCCL has not finished, the oldest first, by torch's own flight recorder."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
+    if dump is None or not torch.cuda.is_initialized():
+        return []
+    # Made by this process itself, in memory.
+    entries = pickle.loads(dump()).get("entries", [])
+    return [entry for entry in entries if entry.get("state") != "completed"]
+
+
+def place_on_device(place: Place, unfinished: Sequence[Mapping[str, Any]]) -> Place:
+    """The place of a process whose host waits for the device: in the oldest collective there."""
+    if place.exchange or not unfinished:
+        return place
+    entry = unfinished[0]
+    number = entry.get("collective_seq_id") or entry.get("p2p_seq_id")
+    _, group = entry.get("process_group", ("", "?"))
+    name = f"{entry.get('profiling_name')}, number {number} of the group {group!r}, on the device"
+    return place._replace(exchange=name, waits=True)
 
 
 def place_of_error(error: BaseException) -> Place:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from longctx_patch.health.own_part import own_part
-from longctx_patch.health.step_numbers import OnTheWay, gathered
+from longctx_patch.health.finite import OnTheWay, gathered
+from longctx_patch.health.weights import own_part
 from longctx_patch.plugin.together import num_ranks, of_all_ranks
 
 PARTS = 24

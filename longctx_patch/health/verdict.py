@@ -3,9 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from longctx_patch.health.beats import Beat
-from longctx_patch.health.process_tree import State
-from longctx_patch.health.teller import Readings
+from longctx_patch.health.beats import Beat, Readings
+from longctx_patch.health.last_words import State
 
 MOST_LINES = 8
 _ORDER = ("start", "step", "evaluate", "save", "end")
@@ -40,10 +39,7 @@ def lost(beats: Sequence[Beat]) -> str:
     if len(beats) > 1:
         ranks = ", ".join(str(beat.rank) for beat in beats)
         return f"ranks {ranks} are gone (a launcher ends all after the first); "
-    return "".join(
-        f"rank {beat.rank} (process {beat.pid}) is gone, last seen in {beat.at_last().at}; "
-        for beat in beats
-    )
+    return "".join(f"rank {beat.rank} (process {beat.pid}) is gone; " for beat in beats)
 
 
 def _silent(
@@ -58,11 +54,11 @@ def _silent(
         if last is None:
             found[rank] = f"rank {rank} has never come."
         elif state == "gone" and last.phase != "end":
-            found[rank] = f"{_named(last)} is gone: killed, perhaps; last seen in {last.at}."
+            found[rank] = f"{_named(last)} is gone: killed, perhaps{_seen(last)}."
         elif state == "stopped":
-            found[rank] = f"{_named(last)} was stopped by a signal; last seen in {last.at}."
+            found[rank] = f"{_named(last)} was stopped by a signal{_seen(last)}."
         elif rank in before and before[rank].number == after[rank].number:
-            found[rank] = f"{_named(last)} gives no sign of life any more; last seen in {last.at}."
+            found[rank] = f"{_named(last)} gives no sign of life any more{_seen(last)}."
     return found
 
 
@@ -101,6 +97,11 @@ def _waiting(others: list[Beat]) -> list[str]:
     lines = [f"rank {beat.rank}: {beat.at}, {beat.place or 'somewhere'}" for beat in others]
     more = [f"... and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
     return [f"  {line}" for line in lines[:MOST_LINES] + more]
+
+
+def _seen(beat: Beat) -> str:
+    """Where it was, as far as its last beat knows."""
+    return f"; last seen in {beat.at}" if beat.at else ""
 
 
 def _named(beat: Beat) -> str:

@@ -1,9 +1,10 @@
 """`Watchdog` ends a job that hangs, and says which rank, step, layer and exchange it was.
 
-Two threads run beside the training: one counts the time, the other (`teller.py`) exchanges signs of
+Two threads run beside the training: one counts the time, the other (`beats.py`) exchanges signs of
 life with other ranks. Training only marks what it begins, which waits for nothing.
 """
 
+import json
 import os
 import socket
 import threading
@@ -12,24 +13,28 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch.distributed as dist
 
-from longctx_patch.health import flight, process_tree
-from longctx_patch.health.beats import Alarm, Beat
+from longctx_patch.health import last_words
+from longctx_patch.health.beats import Alarm, Beat, Readings, Teller
 from longctx_patch.health.finite import BadStepError
 from longctx_patch.health.last_words import say, undisturbed
-from longctx_patch.health.limits import Phase, TimeLimits
-from longctx_patch.health.places import OWN_THREADS, Place, place_here, place_of_error
-from longctx_patch.health.progress import Progress
+from longctx_patch.health.places import (
+    OWN_THREADS,
+    Place,
+    place_here,
+    place_of_error,
+    place_on_device,
+    stacks,
+    unfinished_on_nccl,
+)
+from longctx_patch.health.progress import Phase, Progress, TimeLimits
 from longctx_patch.health.replicas import ReplicasDivergedError
-from longctx_patch.health.teller import Readings, Teller
-from longctx_patch.health.trail import OWN_END, Trail
 from longctx_patch.health.verdict import judge, lost
 from longctx_patch.rules.launched import announced_processes
 
-STALL_S = 5.0
-"""A thread that slept so much longer than it asked for was stopped with its whole process."""
 FAILED_S = 5.0
 """How long ranks may end by themselves once another one has failed."""
 TRIES = 5
@@ -69,11 +74,10 @@ class Watchdog:
         interval_s: float = 1.0,
         end: Callable[[int], None] = os._exit,
     ) -> None:
-        self._trail = Trail()
-        self._progress = Progress(limits or TimeLimits(), mark=self._trail.mark)
+        self._progress = Progress(limits or TimeLimits())
         self._folder, self._end = folder, end
-        self._launcher = process_tree.launcher()
-        self._identity = (socket.gethostname(), os.getpid(), process_tree.born_at())
+        self._launcher = last_words.launcher()
+        self._identity = (socket.gethostname(), os.getpid(), last_words.born_at())
         self._place: Place | None = None
         self._odd_since: dict[int, float] = {}
         """When ranks of this machine were first seen stopped or gone."""
@@ -127,7 +131,6 @@ class Watchdog:
         trace: TracebackType | None,
     ) -> None:
         self._closing.set()
-        self._trail.end()
         if isinstance(error, Exception):
             with undisturbed():
                 self._report(error)
@@ -144,12 +147,7 @@ class Watchdog:
     # ---- The thread that counts the time ----
 
     def _watch(self) -> None:
-        last = time.monotonic()
         while not self._closing.wait(self._teller.interval_s):
-            stalled_s = time.monotonic() - last - self._teller.interval_s
-            if stalled_s > STALL_S:
-                self._progress.forgive(stalled_s)
-            last = time.monotonic()
             if self._launcher not in (None, os.getppid()):
                 self._end_orphan()
             alarm = self._teller.alarm or self._late() or self._lost()
@@ -169,7 +167,7 @@ class Watchdog:
         """A rank of this machine that is gone without having come to its end, or that has been
         stopped for as long as a step may take. For these no long limit of a start is waited for."""
         for rank, beat in self._peers_here().items():
-            state = "runs" if beat.phase == "end" else process_tree.state_of(beat.pid, beat.born)
+            state = "runs" if beat.phase == "end" else last_words.state_of(beat.pid, beat.born)
             if state == "runs":
                 self._odd_since.pop(rank, None)
                 continue
@@ -195,20 +193,28 @@ class Watchdog:
 
     def _explain(self, alarm: Alarm) -> None:
         """Leave a record, and print who is waited for."""
-        nccl = flight.unfinished_on_nccl()
-        self._place = flight.place_on_device(place_here(), nccl)
+        nccl = unfinished_on_nccl()
+        self._place = place_on_device(place_here(), nccl)
         with suppress(OSError):
             if self._folder is not None:
-                flight.write_record(self._folder, self._beat(0), alarm.text, self._place, nccl)
+                self._write_record(self._folder, alarm.text, self._place, nccl)
         readings = self._teller.read()
         if self._closing.is_set():
             return
         self._speak(alarm, readings)
 
+    def _write_record(self, folder: Path, reason: str, place: Place, nccl: list[Any]) -> None:
+        """Write `rank_N.json`. A run that hangs before it has made its output gets no record: the
+        folder would not be empty for the next start."""
+        folder.mkdir(exist_ok=True)
+        said = {"reason": reason, **self._beat(0)._asdict(), "place": place._asdict()}
+        text = json.dumps(said | {"threads": stacks(), "nccl": nccl}, indent=2, default=str)
+        (folder / f"rank_{_rank()}.json").write_text(text + "\n", encoding="utf-8")
+
     def _speak(self, alarm: Alarm, readings: Readings | None) -> None:
         """Print what the job waits for, or leave that to the rank that does."""
         here = self._peers_here()
-        states = {rank: process_tree.state_of(beat.pid, beat.born) for rank, beat in here.items()}
+        states = {rank: last_words.state_of(beat.pid, beat.born) for rank, beat in here.items()}
         ranks: Iterable[int] = range(self._teller.world)
         announced, lost = announced_processes(), ""
         if self._teller.world < announced:
@@ -218,11 +224,11 @@ class Watchdog:
                 "\nThe job's store doesn't answer: the process that holds it has stopped or ended."
             )
         if readings is None:  # what is known of this machine
-            known = here | {_rank(): self._beat(0)}
+            known = {rank: beat._replace(at="") for rank, beat in here.items()}
+            known[_rank()] = self._beat(0)
             first = min((rank for rank in here if states[rank] == "runs"), default=_rank())
             readings = Readings({}, known, _rank() <= first)
             ranks = sorted(known)
-        readings = self._at_last(readings)
         if not readings.is_speaker:
             time.sleep(self._teller.interval_s)  # the launcher ends all as soon as one has ended
             return
@@ -237,9 +243,9 @@ class Watchdog:
         """End this process, with what it has started, and ranks of this machine that are stopped,
         which can't end by themselves."""
         for beat in self._peers_here().values():
-            if process_tree.state_of(beat.pid, beat.born) == "stopped":
-                process_tree.kill(beat.pid, beat.born)
-        process_tree.kill_children()
+            if last_words.state_of(beat.pid, beat.born) == "stopped":
+                last_words.kill(beat.pid, beat.born)
+        last_words.kill_children()
         self._end(1)
 
     def _end_orphan(self) -> None:
@@ -263,8 +269,8 @@ class Watchdog:
             say(f"watchdog: {text}: {type(error).__name__}: {error}{notes}")
 
     def _gone(self) -> str:
-        """Ranks of this machine that are gone and did not end by themselves, in words. A connection
-        is lost a moment before its process is."""
+        """Ranks of this machine that are gone, in words. A connection is lost a moment before its
+        process is."""
         for _ in range(TRIES):
             if words := lost([beat for beat in self._peers_here().values() if _is_lost(beat)]):
                 return words
@@ -283,17 +289,7 @@ class Watchdog:
             *self._identity,
             str(place or ""),
             place is not None and place.waits,
-            self._trail.path,
         )
-
-    def _at_last(self, readings: Readings) -> Readings:
-        """With what ranks of this machine were busy with last: a beat may be a second old."""
-        host = self._identity[0]
-        before, after = (
-            {rank: beat.at_last() if beat.host == host else beat for rank, beat in beats.items()}
-            for beats in readings[:2]
-        )
-        return readings._replace(before=before, after=after)
 
     def _peers_here(self) -> dict[int, Beat]:
         """Other ranks of this machine."""
@@ -303,9 +299,8 @@ class Watchdog:
 
 
 def _is_lost(beat: Beat) -> bool:
-    """Whether a rank of this machine is gone, though it had not come to an end of its own."""
-    is_gone = beat.phase != "end" and process_tree.state_of(beat.pid, beat.born) == "gone"
-    return is_gone and not beat.at_last().at.endswith(OWN_END)
+    """Whether a rank of this machine is gone before it came to its end."""
+    return beat.phase != "end" and last_words.state_of(beat.pid, beat.born) == "gone"
 
 
 def _rank() -> int:

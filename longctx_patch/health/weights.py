@@ -4,9 +4,16 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from longctx_patch.health.own_part import own_part
 from longctx_patch.plugin.together import own_rank, refuse_together
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """This rank's part, without a copy. Detached, since checkpointing counts what is saved for
+    backward."""
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
 def check_weights(model: nn.Module, device: torch.device) -> None:

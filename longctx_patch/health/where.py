@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from longctx_patch.health.own_part import own_part
-from longctx_patch.health.weights import first_non_finite_weight
+from longctx_patch.health.weights import first_non_finite_weight, own_part
 from longctx_patch.memory.random_state import RandomState
 from longctx_patch.plugin.together import of_all_ranks, own_rank
 

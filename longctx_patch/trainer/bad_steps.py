@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from longctx_patch.health.finite import FiniteSteps, StepHistory
-from longctx_patch.health.step_numbers import PendingStep
+from longctx_patch.health.finite import FiniteSteps, PendingStep, StepHistory
 from longctx_patch.health.weights import check_saved_weights, check_weights
 from longctx_patch.health.where import Pass, source_of
 from longctx_patch.memory.random_state import RandomState

@@ -26,7 +26,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from longctx_patch.checkpoints.background import BesideTraining, bytes_here
 from longctx_patch.checkpoints.states import write_states
-from longctx_patch.health.limits import TimeLimits
+from longctx_patch.health.progress import TimeLimits
 from longctx_patch.health.watchdog import Watchdog
 
 if TYPE_CHECKING:

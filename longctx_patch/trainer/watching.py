@@ -2,9 +2,12 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from torch import Tensor
 from transformers import TrainerCallback
 
 from longctx_patch.health.agreement import model_facts, require_agreement, versions
@@ -14,7 +17,6 @@ from longctx_patch.health.sentinel import TOKENS, Sentinel
 from longctx_patch.health.watchdog import Watchdog
 from longctx_patch.plugin.together import of_all_ranks, refuse_together
 from longctx_patch.trainer.log_entries import add_entry
-from longctx_patch.trainer.row_facts import row_facts
 
 SENTINEL_ERROR = "sentinel_error"
 """Key of an entry of the trainer's log: how far ranks that share a row and one alone are apart."""
@@ -27,6 +29,7 @@ OF_ONE_RANK = {
 """Arguments of a trainer that change nothing of the training and may differ between ranks."""
 OF_THE_MIXIN = (*("skip_bad_steps", "sentinel_every", "keep_every", "save_in_background"),)
 """Arguments beside the trainer's own, by which ranks wait for each other."""
+_PLAIN = (str, bytes, bool, int, float, complex, type(None))
 
 
 if TYPE_CHECKING:
@@ -183,3 +186,31 @@ def _data(rows: Any) -> Mapping[str, Any]:
         return {"kind": type(rows).__name__}
     places = sorted({0, len(rows) // 2, len(rows) - 1}) if len(rows) else []
     return {"rows": len(rows)} | {f"row {place}": row_facts(rows[place]) for place in places}
+
+
+def row_facts(row: Any) -> Any:
+    """A row that looks the same in every process: pictures and arrays become a digest of their
+    numbers; of objects that nothing is known of, only the kind is left.
+
+    Example:
+        >>> row_facts({"text": "a", "source": object()})
+        {'text': 'a', 'source': 'object'}
+    """
+    if isinstance(row, _PLAIN):
+        return row
+    if isinstance(row, Mapping):
+        return {name: row_facts(value) for name, value in row.items()}
+    if isinstance(row, list | tuple):
+        return [row_facts(value) for value in row]
+    kind = type(row).__name__
+    if isinstance(row, Tensor):
+        flat = row.detach().cpu().contiguous().reshape(-1)
+        return f"{kind} {list(row.shape)} {row.dtype} {_digest(flat.view(torch.uint8).numpy())}"
+    if not hasattr(row, "__array_interface__"):  # arrays have it, and pictures of PIL
+        return kind
+    numbers = np.ascontiguousarray(row)
+    return kind if numbers.dtype.hasobject else f"{kind} {numbers.shape} {_digest(numbers)}"
+
+
+def _digest(numbers: np.ndarray) -> str:
+    return blake2b(numbers.tobytes(), digest_size=8).hexdigest()

@@ -17,7 +17,7 @@ from longctx_patch.checkpoints.keeper import Keeper
 from longctx_patch.checkpoints.manifest import MANIFEST
 from longctx_patch.checkpoints.series import Retention, steps_of
 from longctx_patch.checkpoints.train_state import TrainState, load_checkpoint
-from longctx_patch.health.limits import TimeLimits
+from longctx_patch.health.progress import TimeLimits
 from longctx_patch.health.watchdog import Watchdog
 from longctx_patch.recipes.exporting import write_model
 from longctx_patch.recipes.models import byte_tokenizer

@@ -4,7 +4,17 @@ import re
 from pathlib import Path
 from typing import get_args
 
-from tests.faults.plant import BAD_STEP, DAMAGES, SAVE_EVERY, STEPS, Fault, Kind, Place, damage
+from tests.faults.plant import (
+    BAD_STEP,
+    DAMAGES,
+    SAVE_EVERY,
+    SIGNALS,
+    STEPS,
+    Fault,
+    Kind,
+    Place,
+    damage,
+)
 from tests.faults.trial import Ended, Job, make_folder, outcome, run_job
 
 STEP_TIMEOUT_S = 8.0
@@ -19,9 +29,9 @@ HARNESS_S = 150.0
 """After which the harness kills a job, which has failed its trial then. It promises nothing: a
 machine that others use may start a job late."""
 ACCUSED: dict[Kind, str] = {
-    "kill": r"rank (\d+) (?:\(process \d+\) is gone, last seen in|was ended by SIGKILL in) .*",
-    "stop": r"rank (\d+) \(process .*\) was stopped by a signal; last seen in .*",
-    "terminate": r"rank (\d+) (?:\(process \d+\) is gone, last seen in|was ended by SIGTERM in) .*",
+    "kill": r"rank (\d+) (?:\(process \d+\) is gone; |was ended by SIGKILL ).*",
+    "stop": r"rank (\d+) \(process .*\) was stopped by a signal.*",
+    "terminate": r"rank (\d+) (?:\(process \d+\) is gone; |was ended by SIGTERM).*",
     "exception": (
         r"rank (\d+) failed in (?:(?!rank \d).)*PlantedError: planted(?: \(while [^)]*\))?"
     ),
@@ -30,6 +40,8 @@ ACCUSED: dict[Kind, str] = {
     "full disk": r"rank (\d+) could not write .*",
 }
 """What names a guilty rank. Other ranks say where they were, by name, but not in these words."""
+FOUND_BY_OTHERS = r"(?m)^(?:watchdog: |  rank ).*|.*is gone; .*"
+"""What ranks say that notice another one's end: where they were themselves."""
 STOPPED = r"stopped by SIGTERM after step \d+, whose checkpoint is .*"
 """What is said where all ranks have stopped and saved together, of which none is guilty."""
 WAITING = (
@@ -161,7 +173,10 @@ def judge_words(fault: Fault, said: str) -> list[str]:
     ranks = sorted({rank for rank, _ in accused})
     if ranks != [fault.rank]:
         return [f"the guilty ranks are said to be {ranks}, not rank {fault.rank}"]
-    problems = _place(fault, "\n".join(words for _, words in accused), PLACES[fault.place])
+    words = [words for _, words in accused]
+    if fault.kind in SIGNALS:  # such a rank can't say where it was
+        words += re.findall(FOUND_BY_OTHERS, said)
+    problems = _place(fault, "\n".join(words), PLACES[fault.place])
     if fault.kind == "stop" and fault.place in ("forward", "backward"):
         where = WAITING.format(place=fault.place, rank=fault.rank)
         problems += [] if re.search(where, said) else [f"nobody waits for it in a layer: {where}"]

@@ -1,10 +1,9 @@
 """Ranks that don't agree are refused on all of them, before the first step and while they train."""
 
 import json
-import re
+import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -133,41 +132,29 @@ def test_a_single_bit_changes_the_sum(dtype: torch.dtype) -> None:
             assert int(bit_sum(other.view(dtype))) != before
 
 
-def odd_run(flags: list[str], odd: dict[str, str], folder: str) -> str:
-    """What each rank says when rank 1 has other settings."""
-    import os
-
-    given = dict(zip(flags[::2], flags[1::2], strict=True))
-    if os.environ["RANK"] == "1":
-        given |= {name: value for name, value in odd.items() if name[0] == "-"}
-        os.environ.update(odd.items() - given.items())
-    words = [word for pair in given.items() for word in pair]
-    return message(lambda: finetune.main([*words, "--full", "--output", folder]))
+def odd_run(flags: list[str], folder: str) -> str:
+    """What each rank says when rank 1 is started with other settings."""
+    more = ["--save-every", "2"] if os.environ["RANK"] == "1" else []
+    steps = str(4 + int(os.environ["RANK"]))
+    words = [*flags, *more, "--max-steps", steps, "--full", "--output", folder]
+    return message(lambda: finetune.main(words))
 
 
-@pytest.mark.parametrize("what", ["settings", "mixed_precision", "rms_norm_eps"])
 def test_the_recipe_refuses_one_rank_that_is_started_otherwise(
-    what: str, config_file: Path, text_file: Path, tmp_path: Path
+    config_file: Path, text_file: Path, tmp_path: Path
 ) -> None:
-    flags = ["--model", str(config_file), "--text", str(text_file), "--seq-len", "64"]
-    flags += ["--max-steps", "4", "--ring", "2"]
-    if what == "settings":
-        odd = {"--max-steps": "5", "--gradient-accumulation-steps": "3", "--save-every": "2"}
-        expected = (
-            r"(?s)settings\.max_steps: 4 on rank 0, 5 on rank 1\n"
-            r".*settings\.gradient_accumulation_steps: 1 on rank 0, 3 on rank 1\n"
-            r".*settings\.save_every: 0 on rank 0, 2 on rank 1\n"
-        )
-    elif what == "mixed_precision":
-        odd = {"ACCELERATE_MIXED_PRECISION": "bf16"}
-        expected = r"mixed_precision is no, bf16 on ranks 0 to 1\. Give all processes the same"
-    else:
-        other = tmp_path / "other" / "config.json"
-        other.parent.mkdir()
-        values: dict[str, Any] = json.loads(config_file.read_text())
-        other.write_text(json.dumps(values | {"rms_norm_eps": 0.25}))
-        odd = {"--model": str(other)}
-        expected = r"config\.rms_norm_eps: .* on rank 0, 0\.25 on rank 1"
-    for said in run_launched(odd_run, 2, flags, odd, str(tmp_path / "out")):
-        assert re.search(expected, said), said
+    """Ranks with another precision or config are refused beside trainers (tests/trainer)."""
+    flags = [
+        "--model",
+        str(config_file),
+        "--text",
+        str(text_file),
+        "--seq-len",
+        "64",
+        "--ring",
+        "2",
+    ]
+    for said in run_launched(odd_run, 2, flags, str(tmp_path / "out")):
+        assert "settings.max_steps: 4 on rank 0, 5 on rank 1\n" in said
+        assert "settings.save_every: 0 on rank 0, 2 on rank 1\n" in said
     assert not list((tmp_path / "out").glob("metrics.jsonl"))

@@ -4,9 +4,8 @@ import re
 
 import pytest
 
-from longctx_patch.health.beats import Beat
-from longctx_patch.health.process_tree import State
-from longctx_patch.health.teller import Readings
+from longctx_patch.health.beats import Beat, Readings
+from longctx_patch.health.last_words import State
 from longctx_patch.health.verdict import judge
 
 

@@ -12,13 +12,10 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from longctx_patch.health import process_tree, watchdog
-from longctx_patch.health.beats import Alarm, Beat, Board
-from longctx_patch.health.flight import place_on_device
-from longctx_patch.health.limits import TimeLimits
-from longctx_patch.health.places import Place
-from longctx_patch.health.teller import Teller
-from longctx_patch.health.trail import OWN_END, read_trail
+from longctx_patch.health import last_words, watchdog
+from longctx_patch.health.beats import Alarm, Beat, Board, Teller
+from longctx_patch.health.places import Place, place_on_device
+from longctx_patch.health.progress import Phase, TimeLimits
 from longctx_patch.health.watchdog import Watchdog
 
 SHORT = TimeLimits(start_s=0.2, step_s=0.2, save_s=0.2)
@@ -121,7 +118,7 @@ def test_it_ends_the_process_also_if_it_finds_no_words(monkeypatch: pytest.Monke
 
 
 def test_a_process_whose_launcher_is_gone_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_tree, "launcher", lambda: 4_000_000)
+    monkeypatch.setattr(last_words, "launcher", lambda: 4_000_000)
     ends = Ends()
     with watching(ends, None, TimeLimits()):
         assert ends.came.wait(WAIT_S)
@@ -129,79 +126,57 @@ def test_a_process_whose_launcher_is_gone_ends(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_rank_that_is_stopped_is_found_in_a_phase_that_may_take_long(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Saving and starting may take half an hour, but a process that is stopped doesn't save. Its
-    trail is newer than its last sign of life."""
-    trail = tmp_path / "trail"
-    trail.write_text("saving after step 9\0\0")
+    """Saving and starting may take half an hour, but a process that is stopped doesn't save."""
     peer = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
     try:
         peer.send_signal(signal.SIGSTOP)
         ends = Ends()
         with watching(ends, None, TimeLimits(step_s=0.2)) as dog:
             host, _, _ = dog._identity
-            born = process_tree.born_at(peer.pid)
-            beat = Beat(1, 3, "step", 4, 1.0, "step 4", host, peer.pid, born, trail=str(trail))
-            dog._teller.peers = {1: beat}
+            born = last_words.born_at(peer.pid)
+            dog._teller.peers = {1: Beat(1, 3, "step", 4, 1.0, "step 4", host, peer.pid, born)}
             assert ends.came.wait(WAIT_S)
         assert peer.wait(WAIT_S) == -signal.SIGKILL
     finally:
         peer.kill()
     said = capsys.readouterr().err
     assert "watchdog: rank 1 has been stopped for 0 s, so the job ends" in said
-    assert "was stopped by a signal; last seen in saving after step 9." in said
-
-
-def gone_peers(dog: Watchdog, folder: Path, trails: dict[int, str]) -> dict[int, Beat]:
-    """Beats of ranks of this machine whose processes are gone, and have left these trails."""
-    host, pid, born = dog._identity
-    beats = {}
-    for rank, words in trails.items():
-        trail = folder / f"trail_{rank}"
-        trail.write_text(f"{words}\0\0")
-        beats[rank] = Beat(rank, 3, "start", 0, 1.0, "", host, pid, born + 1, trail=str(trail))
-    return beats
+    assert " was stopped by a signal.\n" in said
 
 
 @pytest.mark.parametrize(
-    ("trails", "named"),
+    ("phases", "named"),
     [
-        ({2: "step 1"}, r"rank 2 \(process \d+\) is gone, last seen in step 1; rank 0 failed in"),
-        ({1: f"step 1{OWN_END}", 2: "step 1"}, r"rank 2 \(process \d+\) is gone, last seen in"),
-        ({1: f"step 1{OWN_END}"}, "rank 0 failed in"),
+        ({2: "step"}, r"rank 2 \(process \d+\) is gone; rank 0 failed in the start, before"),
+        ({1: "end", 2: "step"}, r"rank 2 \(process \d+\) is gone; rank 0"),
+        ({1: "end"}, "rank 0 failed in the start, before"),
         (
-            {1: "step 1", 2: "step 1"},
-            r"ranks 1, 2 are gone \(a launcher ends all after the first\)",
+            {1: "step", 2: "step"},
+            r"ranks 1, 2 are gone \(a launcher ends all after the f",
         ),
     ],
-    ids=["one", "one beside one that failed", "one that failed", "two"],
 )
 def test_an_error_by_a_rank_that_is_gone_names_that_one(
-    trails: dict[int, str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    phases: dict[int, Phase], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also in the start, and with what it was busy with; but none that has ended by itself."""
+    """But none that has come to its end."""
 
     def fails() -> None:
         with watching(Ends(), None, TimeLimits()) as dog:
-            dog._teller.peers = gone_peers(dog, tmp_path, trails)
+            host, pid, born = dog._identity
+            dog._teller.peers = {
+                rank: Beat(rank, 3, phase, 1, 1.0, "step 1", host, pid, born + 1)
+                for rank, phase in phases.items()
+            }
             raise RuntimeError("Connection closed by peer")
 
     with pytest.raises(RuntimeError, match="Connection closed"):
         fails()
     said = capsys.readouterr().err
     assert re.match(f"watchdog: {named}", said)
-    assert "rank 0 failed in the start, before" in said
     assert "Connection closed by peer" in said
-
-
-def test_a_process_that_ends_by_itself_says_so_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    with watching(Ends(), None, TimeLimits()) as dog:
-        dog.done(3)
-    assert read_trail(dog._trail.path) == f"step 4{OWN_END}"
 
 
 def test_an_error_is_named_with_its_step_and_place(capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,6 +202,24 @@ def test_a_refusal_at_the_start_is_left_to_its_own_message(
 
 def beats_of(rank: int) -> Callable[[int], Beat]:
     return lambda number: Beat(rank, number, "step", 5, 0.0, "step 5", "host", 1, 0.0)
+
+
+ORPHAN = """
+import time
+from longctx_patch.health.last_words import end_with
+end_with(2**22 + 1, lambda words: print(words))
+print("begins", flush=True)
+time.sleep(120)
+"""
+
+
+def test_a_process_ends_with_the_one_that_started_it() -> None:
+    """Also where that was gone before it could look."""
+    done = subprocess.run(
+        [sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert done.stdout.startswith(b"begins")
 
 
 def test_ranks_learn_of_an_alarm_and_read_who_lives() -> None:

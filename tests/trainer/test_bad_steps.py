@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longctx_patch.health.finite import BadStepError
-from longctx_patch.health.step_numbers import PendingStep
+from longctx_patch.health.finite import BadStepError, PendingStep
 from tests.health.flaw import Flaw
 from tests.plugin.launched import run_launched, sharding_on_cpus
 from tests.trainer.trained import Case, make_trainer, model_of, sharded, weights_of

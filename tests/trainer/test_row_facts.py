@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from longctx_patch.trainer.row_facts import row_facts
+from longctx_patch.trainer.watching import row_facts
 
 
 def made(kind: str, value: int) -> Any:
