@@ -8,6 +8,7 @@ it was stopped, must not keep the thread that counts the time from ending this p
 import contextlib
 import json
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,9 +16,9 @@ import torch.distributed as dist
 
 from longctx_patch.health.places import OWN_THREADS
 
-ALARM, SPEAKER = "alarm", "speaker"
+ALARM = "alarm"
 BETWEEN = 3
-"""Beats between two readings: a living rank writes at least one of its own meanwhile."""
+"""Beats after which a living rank has answered an alarm, with one that has its place."""
 RANKS_A_SECOND = 200
 """Of large jobs ranks write more rarely: the store serves all of them from one process."""
 SEARCH_S = 0.05
@@ -29,8 +30,6 @@ class Beat(NamedTuple):
     """A rank's sign of life."""
 
     rank: int
-    number: int
-    """Of its beats: one that stays is no sign of life any more."""
     phase: str
     step: int
     seconds: float
@@ -42,7 +41,7 @@ class Beat(NamedTuple):
     born: float
     """When the process was started."""
     place: str = ""
-    """Where it is, once it looks for what hangs."""
+    """Where it is, once it has answered an alarm."""
     waits: bool = False
     """Whether that is a wait for other ranks."""
 
@@ -83,10 +82,6 @@ class Board:
             return None
         return Alarm(*json.loads(self._store.get(ALARM)))
 
-    def is_speaker(self) -> bool:
-        """Whether this rank speaks for the job: the first one that asks."""
-        return bool(self._store.add(SPEAKER, 1) == 1)
-
 
 def board_of_job() -> Board | None:
     """A connection of its own to the store of torch.distributed; None where there is none, or where
@@ -100,21 +95,12 @@ def board_of_job() -> Board | None:
     return None
 
 
-class Readings(NamedTuple):
-    """Every rank's newest beat, read two times."""
-
-    before: dict[int, Beat]
-    after: dict[int, Beat]
-    is_speaker: bool
-    """Whether this rank is the one that speaks for the job."""
-
-
 class Teller:
-    """Tells `make_beat(count)` every `interval_s` seconds, until `close`."""
+    """Tells `make_beat()` every `interval_s` seconds, until `close`."""
 
     def __init__(
         self,
-        make_beat: Callable[[int], Beat],
+        make_beat: Callable[[], Beat],
         interval_s: float,
         find_board: Callable[[], Board | None] = board_of_job,
     ) -> None:
@@ -126,9 +112,8 @@ class Teller:
         """Number of ranks, once the job has a store."""
         self._make_beat, self.interval_s, self._find_board = make_beat, interval_s, find_board
         self._board: Board | None = None
-        self._count = 0
         self._mine: Alarm | None = None
-        self._readings: Readings | None = None
+        self._found: dict[int, Beat] | None = None
         self._looks, self._reads, self._closing = False, False, False
         self._wake, self._is_raised, self._is_read = (threading.Event() for _ in range(3))
         self._thread = threading.Thread(target=self._run, name=f"{OWN_THREADS}-store", daemon=True)
@@ -155,20 +140,19 @@ class Teller:
         """Read all ranks anew, soon."""
         self._looks = True
 
-    def read(self) -> Readings | None:
-        """Read all ranks two times; None where the store doesn't answer, or there is none."""
+    def read(self) -> dict[int, Beat] | None:
+        """Read all ranks once they had time to answer an alarm; None where no store answers."""
         self._reads = True
         self._wake.set()
         self._is_read.wait((BETWEEN + 2) * self.interval_s + 1.0)
-        return self._readings
+        return self._found
 
     def _run(self) -> None:
         try:
             while not self._closing:
                 self._tell()
                 if self._reads:
-                    self._read_twice()
-                    return
+                    return self._read()
                 self._wake.wait(self._pause_s())
                 self._wake.clear()
             self._tell()
@@ -184,8 +168,7 @@ class Teller:
             return
         self.world = board.world
         self.interval_s = max(self.interval_s, board.world / RANKS_A_SECOND)
-        self._count += 1
-        board.publish(self._make_beat(self._count))
+        board.publish(self._make_beat())
         if self.alarm is None and self._mine is not None:
             self.alarm = board.raise_alarm(self._mine)
             self._is_raised.set()
@@ -200,12 +183,8 @@ class Teller:
             return self.interval_s
         return min(self.interval_s, max(SEARCH_S, self.world / RANKS_A_SECOND))
 
-    def _read_twice(self) -> None:
-        if self._board is None:
-            return
-        before = self._board.everyone()
-        for _ in range(BETWEEN):
-            threading.Event().wait(self.interval_s)
+    def _read(self) -> None:
+        for _ in range(BETWEEN if self._board else 0):
+            time.sleep(self.interval_s)
             self._tell()
-        after = self._board.everyone()
-        self._readings = Readings(before, after, self._board.is_speaker())
+        self._found = self._board.everyone() if self._board else None

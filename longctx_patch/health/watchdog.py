@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from longctx_patch.health import last_words
-from longctx_patch.health.beats import Alarm, Beat, Readings, Teller
+from longctx_patch.health.beats import Alarm, Beat, Teller
 from longctx_patch.health.finite import BadStepError
 from longctx_patch.health.last_words import say, undisturbed
 from longctx_patch.health.places import (
@@ -198,44 +198,43 @@ class Watchdog:
         with suppress(OSError):
             if self._folder is not None:
                 self._write_record(self._folder, alarm.text, self._place, nccl)
-        readings = self._teller.read()
-        if self._closing.is_set():
-            return
-        self._speak(alarm, readings)
+        beats = self._teller.read()
+        if not self._closing.is_set():
+            self._speak(self._teller.alarm or alarm, beats)
 
     def _write_record(self, folder: Path, reason: str, place: Place, nccl: list[Any]) -> None:
         """Write `rank_N.json`. A run that hangs before it has made its output gets no record: the
         folder would not be empty for the next start."""
         folder.mkdir(exist_ok=True)
-        said = {"reason": reason, **self._beat(0)._asdict(), "place": place._asdict()}
+        said = {"reason": reason, **self._beat()._asdict(), "place": place._asdict()}
         text = json.dumps(said | {"threads": stacks(), "nccl": nccl}, indent=2, default=str)
         (folder / f"rank_{_rank()}.json").write_text(text + "\n", encoding="utf-8")
 
-    def _speak(self, alarm: Alarm, readings: Readings | None) -> None:
-        """Print what the job waits for, or leave that to the rank that does."""
+    def _speak(self, alarm: Alarm, beats: dict[int, Beat] | None) -> None:
+        """Print what the job waits for, or leave that to the rank that has raised the alarm."""
         here = self._peers_here()
         states = {rank: last_words.state_of(beat.pid, beat.born) for rank, beat in here.items()}
         ranks: Iterable[int] = range(self._teller.world)
         announced, lost = announced_processes(), ""
         if self._teller.world < announced:
             lost = f"\nThe {announced} processes of the job have not all met yet."
-        elif readings is None and self._teller.world > 1:
+        elif beats is None and self._teller.world > 1:
             lost = (
                 "\nThe job's store doesn't answer: the process that holds it has stopped or ended."
             )
-        if readings is None:  # what is known of this machine
-            known = {rank: beat._replace(at="") for rank, beat in here.items()}
-            known[_rank()] = self._beat(0)
-            first = min((rank for rank in here if states[rank] == "runs"), default=_rank())
-            readings = Readings({}, known, _rank() <= first)
-            ranks = sorted(known)
-        if not readings.is_speaker:
+        speaker = alarm.rank
+        if beats is None:  # what is known of this machine
+            ended = {rank: beat for rank, beat in here.items() if states[rank] != "runs"}
+            beats = {rank: beat._replace(at="") for rank, beat in ended.items()}
+            beats[_rank()], ranks = self._beat(), sorted([*ended, _rank()])
+            speaker = min([*here.keys() - ended.keys(), _rank()])
+        if _rank() != speaker:
             time.sleep(self._teller.interval_s)  # the launcher ends all as soon as one has ended
             return
         where = "" if self._folder is None else f"\nEach rank's record: {self._folder}/rank_*.json."
         say(
             f"watchdog: {alarm.text}, so the job ends.{lost}\n"
-            f"{judge(readings, ranks, states).text}{where}\nA limit is raised with --step-timeout, "
+            f"{judge(beats, ranks, states).text}{where}\nA limit is raised with --step-timeout, "
             "--start-timeout or --save-timeout SECONDS (TimeLimits)."
         )
 
@@ -277,11 +276,10 @@ class Watchdog:
             time.sleep(0.01)
         return ""
 
-    def _beat(self, count: int) -> Beat:
+    def _beat(self) -> Beat:
         at, place = self._progress.at, self._place
         return Beat(
             _rank(),
-            count,
             at.phase,
             at.step,
             self._progress.seconds(),

@@ -76,6 +76,13 @@ PLACES_OF_KIND: dict[tuple[Kind, Place], str] = {
         rf"write \S*(step_0*|checkpoint-)[{BAD_STEP}-{STEPS}]/",
     ),
     ("full disk", "final"): r"write \S*/final\.incomplete/",
+    # Others have gone on to the next steps, beside which a checkpoint is written.
+    **{
+        (kind, place): rf"{PLACES[place]}|(?<!after )step [{BAD_STEP + 1}{BAD_STEP + 2}]\b"
+        for kind in get_args(Kind)
+        for place in get_args(Place)
+        if kind in SIGNALS and place in ("save", "writing")
+    },
 }
 
 
@@ -168,7 +175,7 @@ def _end_of_processes(ended: Ended) -> list[str]:
 def judge_words(fault: Fault, said: str) -> list[str]:
     """Whether what a job said names the guilty rank, no other one, and the place."""
     if fault.kind == "terminate" and (stopped := re.search(STOPPED, said)):
-        return _place(fault, stopped[0], STOPPED_AFTER[fault.place])
+        return _place(stopped[0], STOPPED_AFTER[fault.place])
     accused = [(int(found[1]), found[0]) for found in re.finditer(ACCUSED[fault.kind], said)]
     ranks = sorted({rank for rank, _ in accused})
     if ranks != [fault.rank]:
@@ -176,15 +183,15 @@ def judge_words(fault: Fault, said: str) -> list[str]:
     words = [words for _, words in accused]
     if fault.kind in SIGNALS:  # such a rank can't say where it was
         words += re.findall(FOUND_BY_OTHERS, said)
-    problems = _place(fault, "\n".join(words), PLACES[fault.place])
+    wanted = PLACES_OF_KIND.get((fault.kind, fault.place), PLACES[fault.place])
+    problems = _place("\n".join(words), wanted)
     if fault.kind == "stop" and fault.place in ("forward", "backward"):
         where = WAITING.format(place=fault.place, rank=fault.rank)
         problems += [] if re.search(where, said) else [f"nobody waits for it in a layer: {where}"]
     return problems
 
 
-def _place(fault: Fault, words: str, place: str) -> list[str]:
-    wanted = PLACES_OF_KIND.get((fault.kind, fault.place), place)
+def _place(words: str, wanted: str) -> list[str]:
     return [] if re.search(wanted, words) else [f"the place {wanted!r} is not in {words!r}"]
 
 

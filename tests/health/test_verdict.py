@@ -4,65 +4,64 @@ import re
 
 import pytest
 
-from longctx_patch.health.beats import Beat, Readings
+from longctx_patch.health.beats import Beat
 from longctx_patch.health.last_words import State
 from longctx_patch.health.verdict import judge
 
 
-def beat(rank: int, number: int = 9, step: int = 5, phase: str = "step", **more: object) -> Beat:
+def beat(rank: int, step: int = 5, phase: str = "step", **more: object) -> Beat:
     values = {"place": f"place {rank}", "waits": True} | more
-    return Beat(rank, number, phase, step, 1.0, f"step {step}", "host", 40 + rank, 0.0, **values)  # type: ignore[arg-type]
+    return Beat(rank, phase, step, 1.0, f"step {step}", "host", 40 + rank, 0.0, **values)  # type: ignore[arg-type]
 
 
-def readings(*after: Beat, silent: tuple[int, ...] = ()) -> Readings:
-    """Ranks that are not silent have written since the first reading."""
-    before = {b.rank: b if b.rank in silent else b._replace(number=b.number - 2) for b in after}
-    return Readings(before, {b.rank: b for b in after}, True)
+def answers(*beats: Beat, silent: tuple[int, ...] = ()) -> dict[int, Beat]:
+    """Ranks that are silent have not said where they are."""
+    return {b.rank: b._replace(place="") if b.rank in silent else b for b in beats}
 
 
 WAITING = (beat(0), beat(1), beat(2))
-CASES: dict[str, tuple[Readings, dict[int, State], tuple[int, ...], str]] = {
+CASES: dict[str, tuple[dict[int, Beat], dict[int, State], tuple[int, ...], str]] = {
     "stopped by a signal": (
-        readings(*WAITING, silent=(1,)),
+        answers(*WAITING, silent=(1,)),
         {1: "stopped"},
         (1,),
         r"rank 1 \(process 41 on host\) was stopped by a signal; last seen in step 5\.",
     ),
-    "killed": (readings(*WAITING, silent=(2,)), {2: "gone"}, (2,), "rank 2 .* is gone: killed"),
+    "killed": (answers(*WAITING, silent=(2,)), {2: "gone"}, (2,), "rank 2 .* is gone: killed"),
     "silent on another machine": (
-        readings(*WAITING, silent=(0,)),
+        answers(*WAITING, silent=(0,)),
         {},
         (0,),
         "rank 0 .* gives no sign of life",
     ),
-    "never came": (readings(*WAITING[:2]), {}, (2,), "rank 2 has never come"),
+    "never came": (answers(*WAITING[:2]), {}, (2,), "rank 2 has never come"),
     "a step behind": (
-        readings(beat(0), beat(1), beat(2, step=4)),
+        answers(beat(0), beat(1), beat(2, step=4)),
         {},
         (2,),
         "rank 2 .* is behind, in step 4: place 2",
     ),
     "still saving": (
-        readings(beat(0), beat(1, step=4, phase="save"), beat(2)),
+        answers(beat(0), beat(1, step=4, phase="save"), beat(2)),
         {},
         (1,),
         "rank 1 .* is behind",
     ),
     "busy with something else": (
-        readings(beat(0, waits=False), beat(1), beat(2)),
+        answers(beat(0, waits=False), beat(1), beat(2)),
         {},
         (0,),
         "rank 0 .* doesn't wait for others in step 5: place 0",
     ),
     "at its end": (
-        readings(beat(0), beat(1), beat(2, phase="end")),
+        answers(beat(0), beat(1), beat(2, phase="end")),
         {2: "gone"},
         (2,),
         "rank 2 .* has come to step 5, and the others wait for it",
     ),
-    "all wait": (readings(*WAITING), {}, (), "Every rank gives signs of life"),
+    "all wait": (answers(*WAITING), {}, (), "Every rank gives signs of life"),
     "all are busy": (
-        readings(*(b._replace(waits=False) for b in WAITING)),
+        answers(*(b._replace(waits=False) for b in WAITING)),
         {},
         (),
         "Every rank gives signs of life",
@@ -77,13 +76,13 @@ def test_the_guilty_rank_is_named_and_where_the_others_wait(case: str) -> None:
     assert found.guilty == guilty
     first, *others = found.text.splitlines()
     assert re.match(text, first)
-    waiting = [rank for rank in range(3) if rank not in guilty and rank in read.after]
+    waiting = [rank for rank in range(3) if rank not in guilty and rank in read]
     shown = others[max(0, len(guilty) - 1) :]
-    assert shown == [f"  rank {rank}: {read.after[rank].at}, place {rank}" for rank in waiting]
+    assert shown == [f"  rank {rank}: {read[rank].at}, place {rank}" for rank in waiting]
 
 
 def test_of_many_ranks_some_are_shown() -> None:
     beats = [beat(rank) for rank in range(20)]
-    lines = judge(readings(*beats, silent=(3,)), range(20), {}).text.splitlines()
+    lines = judge(answers(*beats, silent=(3,)), range(20), {}).text.splitlines()
     assert len(lines) == 10
     assert lines[-1] == "  ... and 11 more"
