@@ -54,7 +54,7 @@ TRAVELS = ("auto", "heads")
 
 
 def cases_of(families: list[str], places: tuple[tuple[str, str], ...]) -> list[tuple[Any, ...]]:
-    """Pairs of circumstances with the first family of each kind in turn, then each other family once."""
+    """Pairs of circumstances over one family of each kind, then each other family once."""
     kinds = {kind_of(family): family for family in reversed(families)}
     axes = covering_all_of_two(DEGREES, POLICIES, list(kinds.values()), places, list(ROWS), TRAVELS)
     cases = [
