@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from longctx_patch import LongContextConfig
-from longctx_patch.families.family import LATENT, RECURRENT
+from longctx_patch.families.family import CONVOLUTION, LATENT, RECURRENT
 from tests.covering import covering_all_of_two
 from tests.hf.by_documents import padded_rows, stock_step, whole_row
 from tests.hf.float64 import in_float64
@@ -80,7 +80,8 @@ def config_of(
     options: dict[str, Any] = {"layout": place[0], "plan": place[1], "loss": "logits"} | policy
     if what == "heads" and family in LATENTS:
         options["kv_exchange"] = "heads"
-    if what == "heads" and family in CHAINED and ulysses > 1:
+    has_recurrence = family in CHAINED and CONVOLUTION not in SUPPORTED[family].features
+    if what == "heads" and has_recurrence and ulysses > 1:
         options["recurrent_exchange"] = "heads"
     return LongContextConfig(ulysses_degree=ulysses, ring_degree=ring, **options)
 
