@@ -28,13 +28,10 @@ STAMP := $(VENV)/.installed
 # Not tests/trainer/test_checkpoints.py: 5.17 can't resume on several CPU processes, with any model.
 OLDEST := transformers==5.17.0
 OLDEST_VENV := .venv-oldest
-OLDEST_TESTS := tests/hf/test_exactness.py tests/hf/test_patching.py tests/hf/loss tests/families \
-    tests/hf/test_latent_attention.py tests/hf/call/test_mixers.py \
-    tests/hf/call/test_mixer_kernels.py tests/hf/call/test_far_rows.py \
-    tests/hf/call/test_mixer_frozen.py tests/verification/test_virtual_ranks.py \
-    tests/verification/test_torch_recurrences.py \
-    tests/trainer/test_exactness.py tests/trainer/test_refusals.py \
-    tests/trl/test_trainers.py tests/recipes/data
+OLDEST_TESTS := tests/hf/test_patching.py tests/hf/loss tests/families/test_checks.py \
+    tests/families/test_text_part.py tests/hf/test_latent_attention.py \
+    tests/hf/test_exact_families.py tests/hf/call/test_mixers.py \
+    tests/hf/call/test_mixer_kernels.py tests/trainer/test_exactness.py tests/trl/test_trainers.py
 # Apart from the rest for their time: every family of models, runs under transformers' and TRL's
 # trainers, jobs of several processes under a launcher, memory, the planner, and faults.
 SLOW_TESTS := tests/families tests/hf/call tests/hf/test_states_and_latents.py \
