@@ -21,7 +21,7 @@ from longctx_patch.cli.merge import merge_command
 from longctx_patch.cli.patch import patch_command
 from longctx_patch.cli.plan import plan_command
 from longctx_patch.cli.report import report_command
-from longctx_patch.cli.schedule import schedule_command
+from longctx_patch.cli.schedule_command import schedule_command
 from longctx_patch.cli.train import train_command
 from longctx_patch.cli.verify import verify_command
 from longctx_patch.health.last_words import words_of

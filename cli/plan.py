@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import click
 
 from longctx_patch.cli.arguments import Choice, Tokens
-from longctx_patch.cli.pictures import check_picture
 from longctx_patch.cli.step_rows import rows_of_step
+from longctx_patch.cli.timeline import check_picture
 from longctx_patch.predict.machines import HardwareName
 
 if TYPE_CHECKING:

@@ -1,47 +1,114 @@
-"""Draw a prediction: a row for each rank, with a lane of compute and a lane of transfers.
+"""The picture of a prediction: a row for each rank, with what it computes and what it receives.
 
-timeline_boxes.py says what is where and in which colour. matplotlib is loaded at first use.
+Computing is coloured by whose queries and keys it uses, receiving by operand, in the colours of
+Okabe and Ito (2008), which colour-blind readers tell apart too. matplotlib is loaded at first use.
 """
 
 from collections.abc import Iterable
+from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
 
-from longctx_patch.cli.pictures import check_picture
-from longctx_patch.cli.timeline_boxes import (
-    COMPUTE_STYLES,
-    IDLE,
-    INK,
-    TRANSFER_STYLES,
-    Box,
-    Style,
-    compute_boxes,
-    idle_boxes,
-    transfer_boxes,
-)
+from longctx_patch.cli.text_table import time_text
+from longctx_patch.config import LongContextConfig
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from longctx_patch.predict.attention.costs import Prediction
+    from longctx_patch.predict.attention.costs import Prediction, Workload
+    from longctx_patch.predict.attention.simulate import Span
+    from longctx_patch.predict.machines import Hardware
 
 ENDINGS = (".png", ".svg", ".pdf")
 MAX_RANKS = 64
 """More rows than this are too thin to read."""
+LANES = {"compute": (0.09, 0.56), "transfer": (0.69, 0.21)}
+"""Top and height, as shares of a rank's row."""
+OWN = ("own queries, own keys", "#0072B2")
+OTHER_KEYS = ("own queries, keys of others", "#56B4E9")
+ALL_KEYS = ("own queries, all keys", "#56B4E9")
+HELPER = ("queries of others, own keys", "#E69F00")
+OWN_HEADS = ("own heads, all tokens", "#0072B2")
+TRANSFERS = {
+    "KV": ("keys and values", "#009E73"),
+    "Q": ("queries", "#CC79A7"),
+    "Q_BACKWARD": ("queries, dout, lse, delta", "#CC79A7"),
+    "OUT": ("partial outputs", "#D55E00"),
+    "DQ": ("gradients of queries", "#D55E00"),
+    "DQ_SUM": ("gradients of queries", "#D55E00"),
+    "DKV": ("gradients of keys and values", "#4D4D4D"),
+    "DKV_SUM": ("gradients of keys and values", "#4D4D4D"),
+    "ALL_TO_ALL": ("all-to-all of heads", "#E6D200"),
+}
 
-WIDTH_INCHES = 11.0
-DPI = 110
-TOP_INCHES, BOTTOM_INCHES = 1.22, 0.55
-LEFT, RIGHT = 0.8 / WIDTH_INCHES, 1 - 0.25 / WIDTH_INCHES
-"""Edges of the rows, as shares of the picture's width."""
-LABEL_POINTS = 7.0
-FAINT_INK, RULE = "#5C5C5C", "#E3E3E3"
+
+class Bar(NamedTuple):
+    """A bar in the row of a rank, in milliseconds."""
+
+    rank: int
+    lane: str
+    start_ms: float
+    width_ms: float
+    style: tuple[str, str]
+    """What the legend calls it, and its colour."""
+
+
+def bars_of(prediction: "Prediction") -> list[Bar]:
+    """Every span of a prediction that was made `with_timeline`."""
+    return [
+        Bar(
+            span.rank,
+            span.lane,
+            1e3 * span.start_s,
+            1e3 * (span.stop_s - span.start_s),
+            TRANSFERS[span.label] if span.lane == "transfer" else _computed(span, prediction),
+        )
+        for span in prediction.timeline
+    ]
+
+
+def _computed(span: "Span", prediction: "Prediction") -> tuple[str, str]:
+    """What `Q<rank> x KV<rank or all>` is to this rank; ranks are those of the ring."""
+    if 1 < prediction.ulysses_degree == prediction.ranks:
+        return OWN_HEADS
+    own = span.rank // prediction.ulysses_degree
+    queries, _, keys, *_ = span.label.split()
+    if keys == "KVall":
+        return ALL_KEYS
+    if queries != f"Q{own}":
+        return HELPER
+    return OWN if keys == f"KV{own}" else OTHER_KEYS
+
+
+def check_picture(option: str, path: Path, endings: tuple[str, ...] = ENDINGS) -> None:
+    """Raise ValueError for a picture that could not be written to the path that `option` names."""
+    if path.suffix.lower() not in endings:
+        stem = "schedule" if path.stem in ("", *endings) else path.stem
+        raise ValueError(
+            f"{option} {str(path)!r}: the ending chooses the format, one of {', '.join(endings)}. "
+            f"Use {option} {str(path.parent / f'{stem}{endings[0]}')!r}."
+        )
+    if not path.parent.is_dir():
+        raise ValueError(
+            f"{option} {str(path)!r}: there is no folder {str(path.parent)!r}, and none is made. "
+            "Make it first, or give another folder."
+        )
+    require_matplotlib(f"{option} {str(path)!r}")
+
+
+def require_matplotlib(asked: str) -> None:
+    """Raise ValueError where it is not installed; `asked` is what wants a picture."""
+    if find_spec("matplotlib") is None:
+        raise ValueError(
+            f"{asked}: pictures are drawn with matplotlib, which is not installed. "
+            "Run: pip install longctx-patch[draw]"
+        )
 
 
 def check_drawable(path: Path, num_ranks: int) -> None:
     """Raise ValueError for a picture that `draw` could not make."""
-    check_picture("--out", path, ENDINGS)
+    check_picture("--out", path)
     if num_ranks > MAX_RANKS:
         raise ValueError(
             f"--out with --ranks {num_ranks}: a picture has a row for each rank, and more than "
@@ -54,133 +121,104 @@ def draw(prediction: "Prediction", path: Path | BinaryIO, *, caption: str) -> No
 
     A file that is open gets a PNG.
     """
-    import matplotlib
-
-    # matplotlib reads these when a figure is made, and again when it is written.
-    with matplotlib.rc_context({"font.family": "DejaVu Sans", "hatch.linewidth": 0.7}):
-        make_figure(prediction, caption).savefig(path, dpi=DPI)
+    make_figure(prediction, caption).savefig(path, dpi=110)
 
 
 def make_figure(prediction: "Prediction", caption: str) -> "Figure":
     """Make the picture as matplotlib's figure."""
     from matplotlib.figure import Figure
 
-    row_inches = 0.46 if prediction.ranks <= 16 else 0.30
-    height = TOP_INCHES + BOTTOM_INCHES + row_inches * prediction.ranks
-    edges = {"left": LEFT, "right": RIGHT, "bottom": BOTTOM_INCHES / height}
-    figure = Figure(figsize=(WIDTH_INCHES, height), facecolor="white")
-    axes = figure.subplots(gridspec_kw=edges | {"top": 1 - TOP_INCHES / height})
-    _draw_rows(axes, prediction)
-    compute, transfers = compute_boxes(prediction), transfer_boxes(prediction)
-    points = 72 * WIDTH_INCHES * (RIGHT - LEFT) / (1e3 * prediction.makespan_s)  # per millisecond
-    idle = [gap for gap in idle_boxes(compute, prediction) if gap.width_ms * points > 4]
-    _draw_boxes(axes, [*compute, *transfers, *idle], points)
-    _draw_labels(axes, compute, points)
-    _draw_head(figure, prediction, caption)
-    _draw_legend(figure, 0.78, "compute", [*compute, *idle], (*COMPUTE_STYLES, IDLE))
-    _draw_legend(figure, 0.99, "transfer", transfers, TRANSFER_STYLES.values())
+    ranks = prediction.ranks
+    figure = Figure(figsize=(11, 2 + 0.4 * ranks), layout="constrained")
+    axes, bars = figure.subplots(), bars_of(prediction)
+    for style in dict.fromkeys(bar.style for bar in bars):
+        _draw_style(axes, style, (bar for bar in bars if bar.style == style))
+    axes.set(xlim=(0, 1e3 * prediction.makespan_s), ylim=(ranks, 0), xlabel="time (ms)")
+    axes.set_yticks([rank + 0.48 for rank in range(ranks)], [f"rank {r}" for r in range(ranks)])
+    axes.tick_params(axis="y", length=0)
+    axes.spines[:].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8.5)
+    figure.suptitle(f"{title_of(prediction)}\n{caption}", fontsize=10)
     return figure
 
 
-def time_text(seconds: float) -> str:
-    """Write seconds with three digits, in milliseconds below a second."""
-    number, unit = (seconds, "s") if seconds >= 0.9995 else (1e3 * seconds, "ms")
-    return f"{number:#.3g}".rstrip(".") + f" {unit}"
+def _draw_style(axes: Any, style: tuple[str, str], bars: Iterable[Bar]) -> None:
+    """Draw the bars of one style as one collection for each row, with one entry of the legend."""
+    name, colour = style
+    rows: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    for bar in bars:
+        rows.setdefault((bar.rank, bar.lane), []).append((bar.start_ms, bar.width_ms))
+    for number, ((rank, lane), spans) in enumerate(rows.items()):
+        top, height = LANES[lane]
+        label = None if number else name
+        look = {"facecolors": colour, "edgecolor": "white", "linewidth": 0.3, "label": label}
+        axes.broken_barh(spans, (rank + top, height), **look)
 
 
-def _draw_rows(axes: "Axes", prediction: "Prediction") -> None:
-    """Name the rows of ranks and the axis of time, and rule lines between them."""
-    ranks = range(prediction.ranks)
-    axes.set(xlim=(0, 1e3 * prediction.makespan_s), ylim=(prediction.ranks, 0), axisbelow=True)
-    axes.set_yticks([rank + 0.48 for rank in ranks], [f"rank {rank}" for rank in ranks])
-    axes.set_xlabel("time (ms)", fontsize=9, color=FAINT_INK)
-    axes.tick_params(length=0, labelsize=8.5, labelcolor=FAINT_INK, pad=6)
-    axes.spines[:].set_visible(False)
-    axes.grid(axis="x", color=RULE, linewidth=0.7)
-    axes.hlines(range(prediction.ranks + 1), *axes.get_xlim(), color=RULE, linewidth=0.7, zorder=0)
-
-
-def _draw_boxes(axes: "Axes", boxes: Iterable[Box], points: float) -> None:
-    """Draw boxes as one collection, which is much faster than one by one; hatch idle boxes."""
-    from matplotlib.collections import PatchCollection
-    from matplotlib.patches import Rectangle
-
-    looks = [(box, _look(box.style, wide=box.width_ms * points > 3)) for box in boxes]
-    for hatch in {look.get("hatch") for _, look in looks}:
-        chosen = [
-            Rectangle((box.start_ms, box.top), box.width_ms, box.height, **look)
-            for box, look in looks
-            if look.get("hatch") == hatch
-        ]
-        axes.add_collection(PatchCollection(chosen, match_original=True, hatch=hatch))
-
-
-def _look(style: Style, *, wide: bool = True) -> dict[str, Any]:
-    """How a box is drawn. A white outline separates neighbours, but would hide a narrow box."""
-    if style is IDLE:
-        return {"facecolor": IDLE.colour, "edgecolor": IDLE.ink, "hatch": "/////", "linewidth": 0}
-    outline = ("white", 0.7) if wide else (style.colour, 0.2)
-    return {"facecolor": style.colour, "edgecolor": outline[0], "linewidth": outline[1]}
-
-
-def _draw_labels(axes: "Axes", boxes: list[Box], points: float) -> None:
-    """Draw long labels or short ones, whichever more boxes have room for, the same for all.
-
-    Characters are 0.6 to 0.7 of their size wide.
-    """
-
-    def fitting(length: int) -> list[Box]:
-        size = LABEL_POINTS / points
-        return [b for b in boxes if size * (0.66 * len(b.labels[length]) + 0.6) <= b.width_ms]
-
-    length = max((0, 1), key=lambda length: len(fitting(length)))
-    for box in fitting(length):
-        x, y = box.start_ms + box.width_ms / 2, box.top + box.height / 2
-        look: dict[str, Any] = {"ha": "center", "va": "center_baseline", "color": box.style.ink}
-        axes.text(x, y, box.labels[length], fontsize=LABEL_POINTS, **look)
-
-
-def _draw_head(figure: "Figure", prediction: "Prediction", caption: str) -> None:
+def title_of(prediction: "Prediction") -> str:
+    """The plan and what it takes, on two lines."""
     degree = prediction.ulysses_degree
     ring = prediction.ranks // degree
     degrees = f" (Ulysses {degree} × ring {ring})" if degree > 1 and ring > 1 else ""
-    title = f"{prediction.plan}, {prediction.direction.value}, {prediction.ranks} ranks{degrees}"
-    headline = (
-        f"makespan {time_text(prediction.makespan_s)}   ·   "
-        f"waiting {prediction.waiting_fraction:.1%} of the GPUs' time   ·   "
-        f"lost to messages {time_text(prediction.exposed_communication_s)}"
-    )
-    first, second = _from_top(figure, 0.34), _from_top(figure, 0.58)
-    figure.text(LEFT, first, title, fontsize=13, fontweight="bold", color=INK)
-    figure.text(LEFT, second, headline, fontsize=9.5, color=INK)
-    figure.text(RIGHT, first, caption, fontsize=8.5, color=FAINT_INK, ha="right")
-
-
-def _draw_legend(
-    figure: "Figure", inches: float, lane: str, boxes: Iterable[Box], styles: Iterable[Style]
-) -> None:
-    """Draw a legend of the `styles` that boxes have, each once, on one line."""
-    from matplotlib.patches import Patch
-
-    used = {box.style for box in boxes}
-    styles = [style for style in dict.fromkeys(styles) if style in used]
-    if not styles:
-        return
-    figure.text(LEFT, _from_top(figure, inches + 0.03), lane, fontsize=8.5, color=FAINT_INK)
-    figure.legend(
-        handles=[Patch(label=style.name, **_look(style)) for style in styles],
-        loc="center left",
-        bbox_to_anchor=(LEFT + 0.62 / WIDTH_INCHES, _from_top(figure, inches)),
-        ncols=len(styles),
-        fontsize=8.5,
-        frameon=False,
-        labelcolor=INK,
-        handlelength=1.3,
-        columnspacing=1.6,
-        borderpad=0,
+    return (
+        f"{prediction.plan}, {prediction.direction.value}, {prediction.ranks} ranks{degrees}\n"
+        f"makespan {time_text(prediction.makespan_s)}, waiting "
+        f"{prediction.waiting_fraction:.1%} of the GPUs' time, lost to messages "
+        f"{time_text(prediction.exposed_communication_s)}"
     )
 
 
-def _from_top(figure: "Figure", inches: float) -> float:
-    """The height of a line `inches` below the top, as a share of the figure's height."""
-    return 1 - inches / figure.get_figheight()
+class Picture(NamedTuple):
+    """A picture that a notebook shows where it is the last value of a cell."""
+
+    png: bytes
+
+    def __repr__(self) -> str:
+        return f"<picture of {len(self.png)} bytes>"
+
+    def _repr_png_(self) -> bytes:
+        """IPython's name for it."""
+        return self.png
+
+
+def draw_schedule(
+    config: LongContextConfig,
+    workload: "Workload",
+    direction: Literal["forward", "backward"] = "forward",
+) -> Picture:
+    """Draw what a config runs in one attention call, on the GPUs of `config.hardware`.
+
+    Raises ValueError without matplotlib, for more ranks than can be drawn, and for a plan or
+    degrees that don't fit the workload.
+
+    Example:
+        >>> workload = Workload(num_tokens=131072)
+        >>> draw_schedule(LongContextConfig(ring_degree=4), workload)  # doctest: +SKIP
+    """
+    from longctx_patch.choose.plans import decide
+    from longctx_patch.plans import Direction
+    from longctx_patch.predict.attention.costs import predict
+    from longctx_patch.predict.machines import MACHINES
+
+    require_matplotlib("draw_schedule")
+    if config.sequence_degree > MAX_RANKS:
+        raise ValueError(
+            f"{config.degrees_in_words} = {config.sequence_degree} ranks: a picture has a row for "
+            f"each rank, and more than {MAX_RANKS} can't be read. Use smaller degrees."
+        )
+    hardware = MACHINES[config.hardware]
+    setting = decide(config, workload)
+    prediction = predict(setting, Direction(direction), workload, hardware, with_timeline=True)
+    draw(prediction, file := BytesIO(), caption=describe(workload, hardware))
+    return Picture(file.getvalue())
+
+
+def describe(workload: "Workload", hardware: "Hardware") -> str:
+    """What was assumed, on one line."""
+    batch = f"batch {workload.batch}, " if workload.batch > 1 else ""
+    heads = f"{workload.num_heads} / {workload.num_kv_heads} heads of {workload.head_dim}"
+    heads += f", latents of {workload.latent_dim}" if workload.latent_dim else ""
+    seen = f", {len(workload.lengths)} documents" if len(workload.lengths) > 1 else ""
+    seen += f", a window of {workload.window:,}" if workload.window else ""
+    on = f"{hardware.name} with {hardware.kernels.of(workload.head_dim).kernel}"
+    return f"{batch}{workload.num_tokens:,} tokens{seen}, {heads}, bfloat16, {on}"

@@ -6,8 +6,8 @@ from typing import BinaryIO
 import pytest
 
 from longctx_patch import LongContextConfig, Workload
-from longctx_patch.cli import schedule_picture, timeline
-from longctx_patch.cli.schedule_picture import draw_schedule
+from longctx_patch.cli import timeline
+from longctx_patch.cli.timeline import draw_schedule
 from longctx_patch.plans import Direction
 from longctx_patch.predict.attention.costs import Prediction
 
@@ -17,11 +17,13 @@ WORKLOAD = Workload(num_tokens=131072)
 def test_the_picture_is_of_what_the_config_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[tuple[Prediction, str]] = []
 
+    really = timeline.draw
+
     def draw(prediction: Prediction, file: BinaryIO, *, caption: str) -> None:
         drawn.append((prediction, caption))
-        timeline.draw(prediction, file, caption=caption)
+        really(prediction, file, caption=caption)
 
-    monkeypatch.setattr(schedule_picture, "draw", draw)
+    monkeypatch.setattr(timeline, "draw", draw)
     config = LongContextConfig(ulysses_degree=2, ring_degree=2, plan="zigzag", hardware="h200")
     picture = draw_schedule(config, WORKLOAD, "backward")
     ((prediction, caption),) = drawn
@@ -35,7 +37,7 @@ def test_the_picture_is_of_what_the_config_runs(monkeypatch: pytest.MonkeyPatch)
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr("longctx_patch.cli.pictures.find_spec", lambda _: None)
+    monkeypatch.setattr("longctx_patch.cli.timeline.find_spec", lambda _: None)
     with pytest.raises(ValueError, match=r"draw_schedule: .*pip install longctx-patch\[draw\]"):
         draw_schedule(LongContextConfig(ring_degree=4), WORKLOAD)
 

@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from longctx_patch.cli.arguments import Choice, Tokens
-from longctx_patch.cli.timeline import check_drawable, draw
+from longctx_patch.cli.text_table import size_text, time_text
+from longctx_patch.cli.timeline import check_drawable, describe, draw
 from longctx_patch.config import LongContextConfig
 from longctx_patch.plans import Direction
-from longctx_patch.plans.generators.table import PLANS
+from longctx_patch.plans.generators.table import PLANS, SPARSE_PLAN
 from longctx_patch.predict.machines import HardwareName
 
 if TYPE_CHECKING:
-    from longctx_patch.cli.schedule_recurrent import Recurrences
+    from longctx_patch.choose.recurrence import RecurrentWork
     from longctx_patch.plans.generators.setting import Setting
-    from longctx_patch.predict.attention.costs import Workload
+    from longctx_patch.predict.attention.costs import Prediction, Workload
     from longctx_patch.predict.machines import Hardware
 
 ULYSSES = "ulysses"
@@ -145,9 +146,9 @@ def schedule_command(model: str | None, **options: Any) -> None:
     try:
         asked.check()
         hardware = read_hardware(asked.hardware, asked.ranks_per_node)
-        workload, recurrent = asked.workload(model), recurrences(model, asked.batch)
+        workload = asked.workload(model)
         if asked.plan is None:
-            _compare(asked, workload, hardware, recurrent)
+            _compare(asked, workload, hardware, _recurrences(model, workload))
         else:
             setting = make_setting(asked.plan, asked.ranks, asked.ulysses, workload, hardware)
             direction = asked.direction or "forward"
@@ -156,7 +157,7 @@ def schedule_command(model: str | None, **options: Any) -> None:
                 click.echo(
                     f"The plan {asked.plan} has no {direction} of its own: {runs} runs.", err=True
                 )
-            _predict(asked, setting, workload, hardware, recurrent)
+            _predict(asked, setting, workload, hardware)
     except (ValueError, OSError) as error:
         raise click.UsageError(str(error)) from error
 
@@ -172,14 +173,22 @@ def _heads_of(model: str) -> dict[str, int]:
     return heads | {name: size for name, size in latents.items() if size}
 
 
-def recurrences(model: str | None, batch: int) -> "Recurrences | None":
-    """The recurrent layers of a model, if it has some."""
+def _recurrences(model: str | None, workload: "Workload") -> "dict[RecurrentWork, float]":
+    """How many recurrent layers the model has for each one with attention, which count in the
+    choice of degrees."""
     if model is None:
-        return None
-    from longctx_patch.cli.schedule_recurrent import Recurrences
+        return {}
+    from longctx_patch.choose.recurrence import RecurrentWork
+    from longctx_patch.families.facts import ModelFacts
     from longctx_patch.families.load_config import load_model_config
+    from longctx_patch.families.recurrent_layers import recurrent_layers
 
-    return Recurrences.of(load_model_config(model), batch)
+    config = load_model_config(model)
+    layers = recurrent_layers(config, batch=workload.batch)
+    if layers is None or layers.recurrence is None:
+        return {}
+    work = RecurrentWork(layers.recurrence, workload.documents())
+    return {work: layers.num_layers / len(ModelFacts.of(config).reaches)}
 
 
 def make_setting(
@@ -239,12 +248,9 @@ def _predict(
     setting: "Setting",
     workload: "Workload",
     hardware: "Hardware",
-    recurrent: "Recurrences | None",
 ) -> None:
-    from longctx_patch.cli.schedule_report import describe, render
     from longctx_patch.predict.attention.costs import predict
 
-    beside = None if recurrent is None else recurrent.beside(setting, workload, hardware)
     direction = Direction(asked.direction or "forward")
     prediction = predict(
         setting, direction, workload, hardware, with_timeline=asked.out is not None
@@ -254,31 +260,28 @@ def _predict(
         draw(prediction, asked.out, caption=caption)
         click.echo(f"Drawn to {asked.out}", err=True)
     if asked.as_json:
-        found = prediction.as_json() | (beside.as_json(direction) if beside else {})
-        click.echo(json.dumps(found, allow_nan=False))
+        click.echo(json.dumps(prediction.as_json(), allow_nan=False))
     else:
-        click.echo(render(prediction, caption) + (beside.render(direction) if beside else ""))
+        click.echo(render(prediction, caption))
 
 
 def _compare(
     asked: ScheduleOptions,
     workload: "Workload",
     hardware: "Hardware",
-    recurrent: "Recurrences | None",
+    recurrent: "dict[RecurrentWork, float]",
 ) -> None:
     from longctx_patch.choose.compare import compare
-    from longctx_patch.cli.schedule_report import describe
 
     directions = [Direction(asked.direction)] if asked.direction else list(Direction)
-    works = {} if recurrent is None else recurrent.per_attention_layer(workload)
-    comparison = compare(workload, hardware, asked.ranks, directions, works)
+    comparison = compare(workload, hardware, asked.ranks, directions, recurrent)
     if asked.as_json:
         rows = [row.as_json() for row in comparison.rows]
         click.echo(json.dumps(rows, allow_nan=False))
     else:
         click.echo(f"{describe(workload, hardware)}, {asked.ranks} ranks\n\n{comparison}")
-        if recurrent is not None:
-            click.echo(recurrent.counted(hardware))
+        if recurrent:
+            click.echo("Recurrent layers count in the choice of degrees, not in the table.")
 
 
 def _divisors(number: int) -> list[int]:
@@ -287,3 +290,53 @@ def _divisors(number: int) -> list[int]:
 
 def _one_of(option: str, values: list[int]) -> str:
     return f"{option} {' or '.join(map(str, values))}"
+
+
+def render(prediction: "Prediction", caption: str) -> str:
+    """A few lines for people."""
+    degrees = f"Ulysses {prediction.ulysses_degree}, " if prediction.ulysses_degree > 1 else ""
+    rows = [
+        ("makespan", time_text(prediction.makespan_s), "until the last rank is done"),
+        (
+            "exposed",
+            time_text(prediction.exposed_communication_s),
+            "lost to messages: waiting, and kernels slower beside them",
+        ),
+        ("sent", _range([size_text(n) for n in _ends(prediction.bytes_sent_per_rank)]), "per rank"),
+        ("messages", _range([str(n) for n in _ends(prediction.messages_per_rank)]), "per rank"),
+        ("buffers", size_text(prediction.peak_buffer_bytes), "at most"),
+    ]
+    width = max(len(value) for _, value, _ in rows)
+    return "\n".join(
+        [
+            f"{prediction.plan} {prediction.direction.value} over {prediction.ranks} ranks "
+            f"({degrees}{prediction.layout} tokens)",
+            caption,
+            "",
+            *(f"{name:<9} {value:>{width}}  {why}".rstrip() for name, value, why in rows),
+            "",
+            _balance(prediction),
+        ]
+    )
+
+
+def _balance(prediction: "Prediction") -> str:
+    """How evenly work is split, and how long GPUs wait in practice.
+
+    Ranks of SPARSE_PLAN, which sends only what some query sees, don't go step by step, so that an
+    imbalance by steps would say nothing of them.
+    """
+    waiting = f"Waiting in practice: {prediction.waiting_fraction:.1%} of the GPUs' time."
+    if prediction.plan == SPARSE_PLAN:
+        return waiting
+    imbalance = prediction.idle_fraction
+    evenly = "evenly" if imbalance < 0.005 else "unevenly"
+    return f"Work is split {evenly} ({imbalance:.1%} imbalance). {waiting}"
+
+
+def _ends(values: tuple[int, ...]) -> tuple[int, int]:
+    return min(values), max(values)
+
+
+def _range(ends: list[str]) -> str:
+    return ends[0] if ends[0] == ends[1] else " to ".join(ends)
