@@ -37,7 +37,7 @@ from report import (
 )
 
 from longctx_patch import Workload, explain
-from longctx_patch.predict.machines import HardwareName
+from longctx_patch.config import HardwareName
 
 PEERS = ("ideal", "ours", "torch_cp", "ulysses", "alst", "ring_flash_attn_peer", "yunchang_peer")
 HEADS = ("32/8", "32/32", "28/4")

@@ -12,7 +12,7 @@ import click
 from longctx_patch.cli.arguments import Choice, Tokens
 from longctx_patch.cli.step_rows import rows_of_step
 from longctx_patch.cli.timeline import check_picture
-from longctx_patch.predict.machines import HardwareName
+from longctx_patch.config import HardwareName
 
 if TYPE_CHECKING:
     from longctx_patch.choose.search import Result

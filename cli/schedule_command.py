@@ -11,10 +11,9 @@ import click
 from longctx_patch.cli.arguments import Choice, Tokens
 from longctx_patch.cli.text_table import size_text, time_text
 from longctx_patch.cli.timeline import check_drawable, describe, draw
-from longctx_patch.config import LongContextConfig
+from longctx_patch.config import HardwareName, LongContextConfig
 from longctx_patch.plans import Direction
 from longctx_patch.plans.generators.table import PLANS, SPARSE_PLAN
-from longctx_patch.predict.machines import HardwareName
 
 if TYPE_CHECKING:
     from longctx_patch.choose.recurrence import RecurrentWork

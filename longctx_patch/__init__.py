@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from longctx_patch.hf.patching import patch
     from longctx_patch.hf.preflight import WillNotFit, preflight
     from longctx_patch.loss.law import count_valid_tokens
-    from longctx_patch.operator.attention import attention
+    from longctx_patch.operator import attention
     from longctx_patch.plugin import (
         SequenceParallelismConfig,
         accelerate_yaml,
@@ -89,7 +89,7 @@ _NAMES_IN = {
     "hf.patching": ("patch",),
     "hf.preflight": ("WillNotFit", "preflight"),
     "loss.law": ("count_valid_tokens",),
-    "operator.attention": ("attention",),
+    "operator": ("attention",),
     "plugin": (
         "SequenceParallelismConfig",
         "accelerate_yaml",

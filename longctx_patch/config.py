@@ -7,14 +7,25 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
 from longctx_patch.memory.policies import POLICIES, CheckpointPolicy, names_that_keep_attention
-from longctx_patch.plans.generators.table import PLANS, PlanRecord
-from longctx_patch.predict.machines import HardwareName
+from longctx_patch.plans.generators.setting import Setting
+from longctx_patch.plans.generators.table import (
+    PLANS,
+    SPARSE_PLAN,
+    PlanRecord,
+    auto_plan,
+    plan_for,
+)
+from longctx_patch.plans.types import Direction
 from longctx_patch.rules.gone import refuse_gone
 from longctx_patch.rules.names import require_choice
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.layout import Layout, LayoutName, length_multiple
 from longctx_patch.sequence.placement import place
 
+GPUS_PER_NODE = 8
+"""GPUs of a machine, where nothing else is said."""
+
+HardwareName = Literal["h200", "h100", "a100", "a100-40"]
 LossName = Literal["chunked", "logits"]
 KvExchange = Literal["auto", "heads", "latent"]
 RecurrentExchange = Literal["auto", "states", "heads"]
@@ -36,14 +47,14 @@ class LongContextConfig:
     `zigzag`, which balances a causal mask, and `balanced` for packed rows. See `placement_of`."""
 
     plan: str = "auto"
-    """Schedule of the ring part (`longctx_patch.plans`). `auto`: the cost model takes one of the
-    plans made for the layout (`longctx_patch.explain` says which and why), or `halo` where the mask
+    """Schedule of the ring part (`longctx_patch.plans`). `auto`: a rule takes one of the plans made
+    for the layout (`longctx_patch.explain` compares it with the others), or `halo` where the mask
     leaves blocks out, as that of packed documents does. Layers with a sliding window always run
     `halo`, which sends only what is inside the window."""
 
     backward_plan: str = "auto"
     """Schedule of backward, which must be made for the same layout. `auto` takes the plan of
-    forward; where that is `auto` too, the cost model decides."""
+    forward; where that is `auto` too, the rule decides."""
 
     kv_exchange: KvExchange = "auto"
     """What ring ranks pass to each other for keys and values in latent attention (MLA). `latent`:
@@ -57,7 +68,8 @@ class LongContextConfig:
     numbered machine by machine. None: `auto` takes as many as the hardware's nodes have."""
 
     hardware: HardwareName = "h100"
-    """The machine that `auto` chooses for. It changes which plan runs, never what it computes."""
+    """The machine that `recurrent_exchange="auto"` chooses for, and predictions are of. It changes
+    no number that a model computes."""
 
     kernel: str = "auto"
     """Kernel that computes attention of one block; `longctx_patch.kernels.available()` lists the
@@ -261,6 +273,53 @@ class LongContextConfig:
     def placement_of(self, documents: Documents) -> LayoutName:
         """The layout of a row of these documents, by its name."""
         return self.placement if documents.is_one else self.packed_placement
+
+    def setting_of(
+        self,
+        placement: LayoutName,
+        *,
+        num_tokens: int,
+        reuse: float,
+        is_causal: bool,
+        gpus_per_node: int = GPUS_PER_NODE,
+    ) -> Setting:
+        """How a call runs: plans that are named stay, and `auto` takes those of a rule
+        (`plans.generators.table.auto_plan`), or the sparse plan where a mask leaves blocks out.
+
+        Args:
+            placement: where the tokens of the row are.
+            num_tokens: those of the row.
+            reuse: query heads that are computed with each key-value head that is sent.
+            is_causal: whether the mask is plainly causal.
+            gpus_per_node: the machine's; `ranks_per_node` goes before it.
+        """
+        per_node = self.ranks_per_node or max(1, gpus_per_node // self.ulysses_degree)
+
+        def plan(direction: Direction) -> str:
+            named = self.plan if direction is Direction.FORWARD else self.backward_plan
+            if named == "auto" and self.plan != "auto":
+                named = self.plan
+            if named != "auto":
+                return plan_for(named, direction, self.placement)
+            if not is_causal:
+                return SPARSE_PLAN
+            return auto_plan(
+                direction,
+                self.placement,
+                num_ranks=self.ring_degree,
+                ranks_per_node=per_node,
+                rank_tokens=num_tokens / self.sequence_degree,
+                reuse=reuse,
+            )
+
+        return Setting(
+            plan=plan(Direction.FORWARD),
+            backward_plan=plan(Direction.BACKWARD),
+            layout=placement,
+            ulysses_degree=self.ulysses_degree,
+            ring_degree=self.ring_degree,
+            ranks_per_node=per_node,
+        )
 
     def layout_of(self, documents: Documents) -> Layout:
         """Which tokens of a row each rank of the group holds."""

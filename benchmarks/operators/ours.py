@@ -11,9 +11,9 @@ from torch import Tensor
 from longctx_patch import Documents, LongContextConfig, make_sequence_group
 from longctx_patch.engine.autograd import distributed_attention
 from longctx_patch.engine.call import AttentionCall, CallShape
+from longctx_patch.engine.decided import decided_call, row_mask
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.kernels import Score
-from longctx_patch.operator.decided import decided_call, row_mask
 from longctx_patch.plans import Direction
 from longctx_patch.plans.generators.table import PLANS, SPARSE_PLAN, plan_for
 from operators import FASTEST, Candidate, Job, NotCovered, Prepared

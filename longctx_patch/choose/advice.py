@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from longctx_patch.choose.search import Result, longest, search, usable_bytes
-from longctx_patch.predict.machines import GIB, MACHINES, HardwareName
+from longctx_patch.config import HardwareName
+from longctx_patch.predict.machines import GIB, MACHINES
 from longctx_patch.predict.run.candidate import Job
 from longctx_patch.predict.run.cluster import Cluster
 

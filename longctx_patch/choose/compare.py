@@ -8,7 +8,6 @@ from longctx_patch.choose.comparison import Comparison, Row
 from longctx_patch.choose.degrees import NO_RECURRENCE, best_way, ways
 from longctx_patch.choose.plans import (
     decide,
-    has_full_nodes,
     ring_ranks_in_node,
     serves,
     settings_of,
@@ -18,7 +17,7 @@ from longctx_patch.choose.tie import TIE
 from longctx_patch.config import LongContextConfig
 from longctx_patch.plans import Direction
 from longctx_patch.plans.generators.setting import Setting
-from longctx_patch.plans.generators.table import PLANS, SPARSE_PLAN
+from longctx_patch.plans.generators.table import PLANS, SPARSE_PLAN, has_full_nodes
 from longctx_patch.predict.attention.costs import Prediction, Workload, predict
 from longctx_patch.predict.machines import MACHINES, Hardware
 from longctx_patch.sequence.layout import LayoutName
@@ -53,7 +52,7 @@ def explain(
 ) -> Comparison:
     """What a config runs, beside all plans that its degrees, layout and hardware allow.
 
-    With `plan="auto"` the chosen rows are those that the cost model takes.
+    With `plan="auto"` the chosen rows are those of the rule that calls follow.
     """
     hardware = MACHINES[config.hardware]
     chosen = decide(config, workload)

@@ -70,6 +70,13 @@ class CallShape(NamedTuple):
         return self.num_heads if self.latent_dim else self.num_kv_heads
 
     @property
+    def reuse(self) -> float:
+        """Query heads that are computed with each key-value head that is sent."""
+        if self.latent_dim:
+            return 2 * self.head_dim * self.num_heads / self.latent_dim
+        return self.num_heads / self.num_kv_heads
+
+    @property
     def head_bytes(self) -> int:
         """Bytes of one token's head, over the batch."""
         return self.batch * self.head_dim * self.dtype.itemsize

@@ -4,14 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from types import MappingProxyType
-from typing import Literal
 
+from longctx_patch.config import GPUS_PER_NODE, HardwareName
 from longctx_patch.plans.recurrent import RecurrenceKind
 from longctx_patch.plans.types import Direction
 from longctx_patch.sequence.regions import FULL, Piece
-
-HardwareName = Literal["h200", "h100", "a100", "a100-40"]
-"""Names of the machines in the table."""
 
 GIB = 2**30
 
@@ -268,7 +265,7 @@ _H200 = Hardware(
     copy_bandwidth=4.27e12,
     add_bandwidth=2.85e12,
     merge_bandwidth=1.54e12,
-    gpus_per_node=8,
+    gpus_per_node=GPUS_PER_NODE,
     intra_node=Link(240e9, 20e-6),
     inter_node=Link(45e9, 30e-6),
     overlap_slowdown=0.89,

@@ -1,15 +1,17 @@
-"""A config runs the plan that it names; for `auto` it runs what the cost model takes."""
+"""A config runs the plan that it names; for `auto` it runs what a rule takes, as the cost model."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
-from longctx_patch.choose.plans import decide, settings_of
+from longctx_patch.choose.plans import decide, serves, settings_of
 from longctx_patch.config import LongContextConfig
 from longctx_patch.plans import Direction
 from longctx_patch.plans.generators.table import PLANS
 from longctx_patch.predict.attention.costs import Workload, predict
 from longctx_patch.predict.machines import MACHINES
+from longctx_patch.sequence.layout import LayoutName
 from tests.predict.attention.test_costs import WORKLOAD
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -48,11 +50,27 @@ def test_masks_run_what_sends_only_what_is_seen() -> None:
     assert decide(named, window).plan == "ring"
 
 
-def test_burst_loses_where_heads_are_grouped() -> None:
-    for ring_degree in (4, 64):
-        config = LongContextConfig(ring_degree=ring_degree)
-        workload = replace(WORKLOAD, num_tokens=16384 * ring_degree)
-        assert decide(config, workload).backward_plan != "burst"
+LENGTHS = {"zigzag": (2048, 16384, 131072), "striped": (16384,), "balanced": (16384,)}
+
+
+@pytest.mark.parametrize("ring", [4, 16])
+@pytest.mark.parametrize("num_kv_heads", [8, 32])
+@pytest.mark.parametrize("layout", LENGTHS)
+def test_the_rule_is_as_fast_as_what_is_predicted_fastest(
+    layout: LayoutName, num_kv_heads: int, ring: int
+) -> None:
+    """Within a node and across two, of plans that don't gather all keys."""
+    config = LongContextConfig(ring_degree=ring, layout=layout)
+    hardware = MACHINES[config.hardware]
+    for rank_tokens, direction in product(LENGTHS[layout], Direction):
+        workload = Workload(num_tokens=ring * rank_tokens, num_kv_heads=num_kv_heads)
+        seconds = {
+            setting.plan: predict(setting, direction, workload, hardware).makespan_s
+            for setting in settings_of(config, hardware)
+            if serves(setting.plan, direction) and not PLANS[setting.plan].gathers
+        }
+        taken = decide(config, workload).plan_of(direction)
+        assert seconds[taken] <= 1.01 * min(seconds.values()), (rank_tokens, direction, seconds)
 
 
 def test_the_double_ring_beats_the_flat_one_across_nodes() -> None:

@@ -7,7 +7,6 @@ from unittest.mock import patch
 
 import pytest
 
-from longctx_patch.choose import plans
 from longctx_patch.choose.search import Result, longest, result_of, search, usable_bytes
 from longctx_patch.choose.tie import TIE
 from longctx_patch.cli.plan_report import as_json, render
@@ -188,8 +187,7 @@ def test_the_work_grows_with_the_ways_to_share_a_row_not_with_gpus() -> None:
     """With four times the GPUs, only two more sequence degrees are possible."""
 
     def simulations(gpus: str) -> int:
-        for cache in (costs.predict, plans.decide):
-            cache.cache_clear()
+        costs.predict.cache_clear()
         with patch.object(costs, "simulate", wraps=costs.simulate) as simulated:
             search(llama_job(gpus, 2**17, num_layers=2))
         return simulated.call_count

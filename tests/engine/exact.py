@@ -11,12 +11,12 @@ from torch.utils.checkpoint import checkpoint
 from longctx_patch import LongContextConfig, attention, run_virtual_ranks, virtual_group
 from longctx_patch.engine.autograd import distributed_attention
 from longctx_patch.engine.call import AttentionCall, CallShape
+from longctx_patch.engine.decided import decided_call, row_mask
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.engine.planned_traffic import predicted_traffic
 from longctx_patch.engine.selective import selection_of
 from longctx_patch.kernels import Score
 from longctx_patch.memory.replay import Frame, checkpoint_contexts
-from longctx_patch.operator.decided import decided_call, row_mask
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.sequence.documents import Documents
 from tests.masked import Masked, dense_masked

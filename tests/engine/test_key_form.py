@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,11 +12,11 @@ from longctx_patch import LongContextConfig, run_virtual_ranks, virtual_group
 from longctx_patch.choose.plans import decide
 from longctx_patch.engine.autograd import distributed_attention
 from longctx_patch.engine.call import AttentionCall, CallShape
+from longctx_patch.engine.decided import decided_call, row_mask
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.engine.key_form import AsLatents, Expansion
 from longctx_patch.engine.planned_traffic import predicted_traffic
 from longctx_patch.kernels import Score
-from longctx_patch.operator.decided import decided_call, row_mask
 from longctx_patch.plans import Direction
 from longctx_patch.plans.generators.table import PLANS
 from longctx_patch.plans.traffic import Traffic
@@ -193,28 +193,14 @@ def test_a_tenth_of_the_bytes_with_128_heads(packed: bool) -> None:
     assert predicted == sent
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "balanced"])
-def test_auto_takes_no_plan_that_gathers_latents(layout: Any) -> None:
-    """For some of these sizes it takes one where heads travel, as all do under Ulysses."""
-    gathers_heads = set[bool]()
-    for num_tokens, ring in ((512, 2), (4096, 4), (65536, 4), (65536, 8)):
-        config = LongContextConfig(ring_degree=ring, layout=layout)
-        heads = Workload(num_tokens=num_tokens, num_heads=128, num_kv_heads=8, head_dim=192)
-        for workload in (heads, replace(heads, latent_dim=576)):
-            setting = decide(config, workload)
-            gathers = {PLANS[setting.plan_of(direction)].gathers for direction in Direction}
-            if workload is heads:
-                gathers_heads |= gathers
-            else:
-                assert not any(gathers)
-    assert any(gathers_heads)
-    hardware = MACHINES["h100"]
-    both = LongContextConfig(ulysses_degree=2, ring_degree=2, layout=layout)
-    settings = [decide(both, workload) for workload in (heads, replace(heads, latent_dim=576))]
-    assert settings[0] == settings[1]
+def test_ulysses_runs_alike_with_latents_and_without() -> None:
+    heads = Workload(num_tokens=65536, num_heads=128, num_kv_heads=8, head_dim=192)
     workloads = (heads, replace(heads, latent_dim=576))
-    first, second = (predict(settings[0], Direction.FORWARD, w, hardware) for w in workloads)
+    both = LongContextConfig(ulysses_degree=2, ring_degree=2)
+    first, second = (decide(both, workload) for workload in workloads)
     assert first == second
+    found = {predict(first, Direction.FORWARD, w, MACHINES["h100"]) for w in workloads}
+    assert len(found) == 1
 
 
 def test_weights_without_a_part_have_no_gradient_and_those_without_a_tile_have_zeros() -> None:

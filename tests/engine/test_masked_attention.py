@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from longctx_patch import LongContextConfig
+from longctx_patch.engine.decided import row_mask
 from longctx_patch.engine.executor import only_call
 from longctx_patch.kernels import available
-from longctx_patch.operator.decided import row_mask
 from longctx_patch.plans import Direction
 from longctx_patch.plans.generators.table import PLANS, make_schedule
 from longctx_patch.sequence.documents import Documents

@@ -8,9 +8,9 @@ import torch
 
 from longctx_patch import LongContextConfig, run_virtual_ranks, virtual_group
 from longctx_patch.engine.call import CallShape
+from longctx_patch.engine.decided import decided_call
 from longctx_patch.engine.selective import first_kept, rows_before, selection_of
 from longctx_patch.kernels import Score
-from longctx_patch.operator.decided import decided_call
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.masks import documents_mask
 from longctx_patch.transport import VirtualTransport

@@ -17,8 +17,8 @@ from torch import Tensor
 from longctx_patch import LongContextConfig, make_sequence_group, patch
 from longctx_patch.engine.autograd import distributed_attention
 from longctx_patch.engine.call import AttentionCall, CallShape
+from longctx_patch.engine.decided import causal_call
 from longctx_patch.engine.groups import SequenceGroup
-from longctx_patch.operator.decided import causal_call
 from longctx_patch.plans.generators.table import PLANS
 from tests.engine.exact import Case, causal_row, config_of, inputs, one_rank
 from tests.harness import run_distributed

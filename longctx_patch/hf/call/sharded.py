@@ -11,6 +11,7 @@ from longctx_patch.choose.recurrence import decide_recurrence
 from longctx_patch.engine.autograd import distributed_attention
 from longctx_patch.engine.call import AttentionCall, CallShape
 from longctx_patch.engine.chain.run import checked_chain
+from longctx_patch.engine.decided import decided_call, row_mask
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.engine.selective import selection_of
 from longctx_patch.families.facts import chunk_of
@@ -20,7 +21,6 @@ from longctx_patch.hf.call.inputs import KNOWN_TO_LAYERS, short
 from longctx_patch.hf.call.latents import expansion_of
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.kernels import Score
-from longctx_patch.operator.decided import decided_call, row_mask
 from longctx_patch.plans import Direction
 from longctx_patch.plans.chain import Chain
 from longctx_patch.plans.head_split import halves

@@ -93,6 +93,59 @@ def plan_for(name: str, direction: Direction, layout: LayoutName) -> str:
     return next(n for n, r in PLANS.items() if layout in r.layouts and direction in r.directions)
 
 
+_IN_A_NODE: Mapping[LayoutName, str] = MappingProxyType(
+    {
+        "zigzag": "zigzag_direct",
+        "contiguous": "distflash_balanced",
+        "striped": "striped",
+        "balanced": "ring",
+    }
+)
+_HIDDEN = 4096
+"""Query tokens of a rank for each token of keys and values, from which on messages between nodes
+hide behind kernels in backward."""
+
+
+def auto_plan(
+    direction: Direction,
+    layout: LayoutName,
+    *,
+    num_ranks: int,
+    ranks_per_node: int,
+    rank_tokens: float,
+    reuse: float,
+) -> str:
+    """The plan that `auto` runs in a direction under a plainly causal mask: a rule, so that no call
+    waits for a prediction.
+
+    Where nodes are full a double ring crosses them once for all its ranks, which forward always
+    gains from, and backward where messages don't hide behind kernels. Otherwise `burst`, which
+    sends queries, serves heads with keys of their own in layouts whose ring waits for key
+    gradients. `allgather` has to be asked for: it holds the keys of all ranks, and was no faster
+    than a ring in any measurement. tests/planner compares the rule with predictions.
+
+    Args:
+        rank_tokens: query tokens of a rank.
+        reuse: query heads that are computed with each key-value head that is sent.
+    """
+    if num_ranks == 1:
+        return next(name for name, plan in PLANS.items() if layout in plan.layouts)
+    backward, own = direction is Direction.BACKWARD, _IN_A_NODE[layout]
+    if layout == "contiguous":
+        return own
+    crosses = has_full_nodes(num_ranks, ranks_per_node)
+    if crosses and not (backward and rank_tokens * reuse >= _HIDDEN):
+        return "double_ring"
+    if backward and reuse == 1 and layout != "zigzag":
+        return "burst"
+    return "double_ring" if crosses and layout != "zigzag" else own
+
+
+def has_full_nodes(num_ranks: int, ranks_per_node: int) -> bool:
+    """Whether ring ranks fill several nodes, so that a double ring has both its rings."""
+    return 1 < ranks_per_node < num_ranks and num_ranks % ranks_per_node == 0
+
+
 def make_schedule(
     name: str,
     direction: Direction,

@@ -7,7 +7,6 @@ device.
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from math import log2
 from typing import Any, NamedTuple
 
 from longctx_patch.plans import AttentionShape, Direction, Traffic
@@ -74,19 +73,6 @@ class Workload:
     def is_causal(self) -> bool:
         """Whether the mask is plainly causal: nothing of the triangle is left out."""
         return self.documents().is_one and (self.window or self.num_tokens) >= self.num_tokens
-
-    def alike(self) -> "Workload":
-        """The workload of one document, with a window that leaves about as many pairs."""
-        return replace(self, lengths=(), window=window_like(self.mask()))
-
-
-def window_like(mask: Mask) -> int | None:
-    """A window that leaves about as many pairs as a mask; None where the mask leaves most.
-
-    It is a power of two, so that one decision serves many rows of documents.
-    """
-    keys = mask.area / mask.num_tokens
-    return 2 ** round(log2(max(1.0, keys))) if 4 * keys < mask.num_tokens else None
 
 
 @dataclass(frozen=True, kw_only=True)

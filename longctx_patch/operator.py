@@ -8,9 +8,9 @@ from torch import Tensor
 
 from longctx_patch.engine.autograd import check_shards, distributed_attention, score_problem
 from longctx_patch.engine.call import CallShape
+from longctx_patch.engine.decided import decided_call, row_mask
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.kernels import Score
-from longctx_patch.operator.decided import decided_call, row_mask
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.masks import Mask, documents_mask
 

@@ -1,14 +1,12 @@
-"""Attention calls with everything decided: plans by the config, or by the cost model."""
+"""Attention calls with everything decided: who sees whom, and which plans run."""
 
 from dataclasses import replace
 from functools import lru_cache
 
-from longctx_patch.choose.plans import decide
 from longctx_patch.engine.call import AttentionCall, CallShape
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.kernels import Score
 from longctx_patch.plans.generators.table import SPARSE_PLAN
-from longctx_patch.predict.attention.costs import Workload, window_like
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.masks import Mask, causal, documents_mask, within
 
@@ -25,25 +23,13 @@ def decided_call(
 ) -> AttentionCall:
     """The call that a group runs for a row.
 
-    The group's config names plans, or leaves them to the cost model. A layer with a
-    window or chunks (`is_local`) runs the plan that sends only what is inside of them, whatever
-    plan the config names.
+    A layer with a window or chunks (`is_local`) runs the plan that sends only what is inside of
+    them, whatever plan the config names.
     """
-    workload = Workload(
+    setting = group.config.setting_of(
+        group.config.placement_of(documents),
         num_tokens=documents.num_tokens,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        batch=shape.batch,
-        itemsize_bytes=shape.dtype.itemsize,
-        latent_dim=shape.latent_dim or None,
-        expansion=shape.expansion or None,
-        window=None if mask.is_causal else window_like(mask),
-    )
-    setting = decide(
-        group.config,
-        workload,
-        placement=group.config.placement_of(documents),
+        reuse=shape.reuse,
         is_causal=mask.is_causal,
     )
     if is_local:
