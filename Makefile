@@ -48,7 +48,7 @@ SLOW_TESTS := tests/families tests/hf/call tests/hf/test_states_and_latents.py \
     tests/health/test_launched.py \
     tests/plugin/test_yaml.py tests/docs/test_notebook.py \
     tests/memory tests/hf/test_preflight.py tests/hf/test_preflight_host.py \
-    tests/recipes/test_memory_report.py tests/choose tests/predict tests/cli/test_plan.py \
+    tests/recipes/test_memory_report.py tests/planner tests/cli/test_plan.py \
     tests/faults
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 # Two workers, each of which takes work from the other at its end.

@@ -27,8 +27,8 @@ from model_shapes import MODELS, model_config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from longctx_patch.planner.machines import GIB
 from longctx_patch.plugin import load_sharded, unread_model
-from longctx_patch.predict.machines import GIB
 from longctx_patch.processes import run_processes
 
 KINDS = ("Pss", "Pss_Anon", "Pss_File", "Pss_Shmem")

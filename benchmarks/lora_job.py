@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 
 from longctx_patch import LongContextTrainer
 from longctx_patch.hf.layers.fused_layers import fuse_layers
-from longctx_patch.predict.run.shape import shape_of
+from longctx_patch.planner.model_shape import shape_of
 
 RANK, ALPHA = 16, 32
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from longctx_patch.families.facts import ModelFacts
-from longctx_patch.predict.run.shape import ModelShape, shape_of
+from longctx_patch.planner.model_shape import ModelShape, shape_of
 
 _LLAMA_8B = {
     "model_type": "llama",

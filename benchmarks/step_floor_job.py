@@ -20,7 +20,7 @@ from operators import Job, NotCovered, ideal
 from problems import Problem
 from report import append_line
 
-from longctx_patch.predict.run.shape import ModelShape
+from longctx_patch.planner.model_shape import ModelShape
 
 MATMUL_SIZE = {"cuda": 8192, "cpu": 256}
 MATMUL_CALLS = {"cuda": 1500, "cpu": 5}  # two seconds: clocks fall as a GPU gets warm

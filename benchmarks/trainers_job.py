@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
 from longctx_patch import LongContextConfig
-from longctx_patch.predict.run.shape import shape_of
+from longctx_patch.planner.model_shape import shape_of
 
 WARM_UP_STEPS = 4
 """Until `checkpoint="auto"` has settled."""

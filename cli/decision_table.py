@@ -3,8 +3,6 @@
 from collections import Counter
 from typing import Any
 
-from longctx_patch.choose.recurrence import both_ways, decide_recurrence, recompute_of
-from longctx_patch.choose.search import Result, usable_bytes
 from longctx_patch.cli.decisions import Decisions
 from longctx_patch.cli.prediction import why_unpredicted
 from longctx_patch.cli.text_table import size_text
@@ -17,8 +15,10 @@ from longctx_patch.families.rope_facts import describe_change, reach_problem, re
 from longctx_patch.families.supported import FAMILIES
 from longctx_patch.hf.call.kernel_faults import TRUSTS_MENDED
 from longctx_patch.memory.policies import POLICIES
+from longctx_patch.planner.machines import MACHINES
+from longctx_patch.planner.recurrent_cost import both_ways, decide_recurrence, recompute_of
+from longctx_patch.planner.search import Result, usable_bytes
 from longctx_patch.plans.recurrent import states_because
-from longctx_patch.predict.machines import MACHINES
 from longctx_patch.recipes import models
 from longctx_patch.recipes.mixture import read_mixture
 from longctx_patch.recipes.settings import Settings

@@ -17,9 +17,9 @@ from longctx_patch.config import LongContextConfig
 from longctx_patch.families.checks import check_model_config
 from longctx_patch.families.load_config import is_local, load_model_config
 from longctx_patch.families.text_part import auto_class
+from longctx_patch.planner.job import Cluster
 from longctx_patch.plugin import accelerate_yaml
 from longctx_patch.plugin.stored_check import check_stored
-from longctx_patch.predict.run.cluster import Cluster
 from longctx_patch.recipes import models
 from longctx_patch.recipes.context import read_factors
 from longctx_patch.recipes.data.losses import Losses

@@ -4,14 +4,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from longctx_patch.choose.degrees import Way, costs_of_ways, most_ulysses
-from longctx_patch.choose.recurrence import RecurrentWork
-from longctx_patch.choose.tie import TIE, Cost, preferred
 from longctx_patch.families.facts import ModelFacts
 from longctx_patch.families.recurrent_layers import RecurrentLayers
-from longctx_patch.predict.attention.costs import Workload
-from longctx_patch.predict.machines import Hardware
-from longctx_patch.predict.run.cluster import MOST_GPUS, gpus_together
+from longctx_patch.planner.attention_cost import Workload
+from longctx_patch.planner.degrees import TIE, Cost, Way, costs_of_ways, most_ulysses, preferred
+from longctx_patch.planner.job import MOST_GPUS, gpus_together
+from longctx_patch.planner.machines import Hardware
+from longctx_patch.planner.recurrent_cost import RecurrentWork
 from longctx_patch.recipes.settings import Settings
 from longctx_patch.rules.world import require_whole_groups
 from longctx_patch.sequence.documents import Documents

@@ -158,7 +158,7 @@ def _with_world(
 
 def next_command(gpus: "Gpus") -> str:
     """What a user of this machine runs next."""
-    from longctx_patch.predict.machines import machine_of
+    from longctx_patch.planner.machines import machine_of
 
     if not gpus.seen:
         return "longctx patch MODEL --seq-len 2048 --gpus 2 --cpu --data texts/ --out run/"

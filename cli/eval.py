@@ -277,8 +277,8 @@ def _degrees(
     configs: Sequence[Any], number: int, run: tuple[int, int] | None, options: dict[str, Any]
 ) -> tuple[int, int]:
     """As asked, as the run had them, or Ulysses as far as it divides the heads of all models."""
-    from longctx_patch.choose.degrees import most_ulysses
     from longctx_patch.cli.degree_options import asked_degrees
+    from longctx_patch.planner.degrees import most_ulysses
 
     asked = {name: options[name] for name in ("ulysses", "ring")}
     if any(asked.values()):

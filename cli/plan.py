@@ -15,8 +15,8 @@ from longctx_patch.cli.timeline import check_picture
 from longctx_patch.config import HardwareName
 
 if TYPE_CHECKING:
-    from longctx_patch.choose.search import Result
-    from longctx_patch.predict.run.candidate import Job, WeightsDtype
+    from longctx_patch.planner.job import Job, WeightsDtype
+    from longctx_patch.planner.search import Result
 
 KINDS = ", ".join(get_args(HardwareName))
 SHORT_ROW = 1024
@@ -71,9 +71,8 @@ class PlanOptions:
     def job(self, model: str, config: Any) -> "Job":
         """What is to be trained. Raises ValueError for GPUs and models that are not known."""
         from longctx_patch.hf.layers.fused_layers import LIGER_FAMILIES
-        from longctx_patch.predict.run.candidate import Job
-        from longctx_patch.predict.run.cluster import parse_cluster
-        from longctx_patch.predict.run.shape import shape_of
+        from longctx_patch.planner.job import Job, parse_cluster
+        from longctx_patch.planner.model_shape import shape_of
         from longctx_patch.recipes.also_train import also_trained
         from longctx_patch.recipes.models import weights_dtype
 
@@ -128,11 +127,11 @@ def plan_command(model: str, **options: Any) -> None:
     The exit code is 1 where nothing fits. docs/results/planner.md says how the numbers come about
     and how near they are.
     """
-    from longctx_patch.choose.search import longest, search
     from longctx_patch.config import LongContextConfig
     from longctx_patch.families.checks import check_model_config
     from longctx_patch.families.load_config import load_model_config
     from longctx_patch.families.rope_facts import possible_kinds, reachable_length
+    from longctx_patch.planner.search import longest, search
 
     asked = PlanOptions(**options)
     asked.check()
@@ -197,8 +196,8 @@ def next_command(model: str, asked: PlanOptions, job: "Job", rope: str | None, d
 
 
 def _say_longest(job: "Job", most: int, *, as_json: bool) -> None:
-    from longctx_patch.choose.search import search
     from longctx_patch.cli.plan_report import render
+    from longctx_patch.planner.search import search
 
     shown = {"model": job.shape.name, "gpus": str(job.cluster), "max_seq_len": most}
     click.echo(json.dumps(shown) if as_json else f"{most:,}")

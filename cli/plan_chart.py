@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from longctx_patch.choose.search import Result, usable_bytes
 from longctx_patch.cli.plan_report import COMPONENTS, MEANINGS, name_of
-from longctx_patch.predict.machines import GIB
+from longctx_patch.planner.machines import GIB
+from longctx_patch.planner.search import Result, usable_bytes
 
 BARS = 12
 SMALL = 0.2

@@ -3,15 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
-from longctx_patch.choose.advice import flags, ways_out
-from longctx_patch.choose.groups import left_out
-from longctx_patch.choose.search import MARGIN, Result, usable_bytes
-from longctx_patch.choose.tie import TIE
 from longctx_patch.cli.text_table import aligned
 from longctx_patch.memory.policies import POLICIES, count_on_host, describe_layers
-from longctx_patch.predict.machines import GIB
-from longctx_patch.predict.run.candidate import Job
-from longctx_patch.predict.run.loading import how_loaded
+from longctx_patch.planner.advice import flags, ways_out
+from longctx_patch.planner.degrees import TIE
+from longctx_patch.planner.job import Job
+from longctx_patch.planner.machines import GIB
+from longctx_patch.planner.search import MARGIN, Result, left_out, usable_bytes
+from longctx_patch.planner.step_memory import how_loaded
 
 TABLE_ROWS = 12
 SHORTER = "shorter rows, or more GPUs"

@@ -3,10 +3,10 @@
 import dataclasses
 from typing import Any
 
-from longctx_patch.choose.advice import advice
-from longctx_patch.choose.search import Result
 from longctx_patch.families.facts import ModelFacts
-from longctx_patch.predict.run.cluster import Cluster, parse_cluster
+from longctx_patch.planner.advice import advice
+from longctx_patch.planner.job import Cluster, parse_cluster
+from longctx_patch.planner.search import Result
 from longctx_patch.recipes.memory_report import predict_run
 from longctx_patch.recipes.settings import Settings
 

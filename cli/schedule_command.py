@@ -16,10 +16,10 @@ from longctx_patch.plans import Direction
 from longctx_patch.plans.generators.table import PLANS, SPARSE_PLAN
 
 if TYPE_CHECKING:
-    from longctx_patch.choose.recurrence import RecurrentWork
+    from longctx_patch.planner.attention_cost import Prediction, Workload
+    from longctx_patch.planner.machines import Hardware
+    from longctx_patch.planner.recurrent_cost import RecurrentWork
     from longctx_patch.plans.generators.setting import Setting
-    from longctx_patch.predict.attention.costs import Prediction, Workload
-    from longctx_patch.predict.machines import Hardware
 
 ULYSSES = "ulysses"
 """A value of --plan in which all ranks exchange heads, without a ring; it is not in PLANS."""
@@ -83,7 +83,7 @@ class ScheduleOptions:
 
     def workload(self, model: str | None) -> "Workload":
         """The sizes of one attention layer, of MODEL or as given. Raises ValueError."""
-        from longctx_patch.predict.attention.costs import Workload
+        from longctx_patch.planner.attention_cost import Workload
         from longctx_patch.sequence.documents import Documents
 
         sizes = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
@@ -177,10 +177,10 @@ def _recurrences(model: str | None, workload: "Workload") -> "dict[RecurrentWork
     choice of degrees."""
     if model is None:
         return {}
-    from longctx_patch.choose.recurrence import RecurrentWork
     from longctx_patch.families.facts import ModelFacts
     from longctx_patch.families.load_config import load_model_config
     from longctx_patch.families.recurrent_layers import recurrent_layers
+    from longctx_patch.planner.recurrent_cost import RecurrentWork
 
     config = load_model_config(model)
     layers = recurrent_layers(config, batch=workload.batch)
@@ -197,7 +197,7 @@ def make_setting(
 
     Raises ValueError.
     """
-    from longctx_patch.choose.plans import decide
+    from longctx_patch.planner.degrees import decide
 
     degree = ulysses or (ranks if plan == ULYSSES else 1)
     if ranks % degree:
@@ -223,7 +223,7 @@ def make_setting(
 
 def read_hardware(name: HardwareName, ranks_per_node: int | None) -> "Hardware":
     """A preset, with this many GPUs in a machine."""
-    from longctx_patch.predict.machines import MACHINES
+    from longctx_patch.planner.machines import MACHINES
 
     preset = MACHINES[name]
     return dataclasses.replace(preset, gpus_per_node=ranks_per_node or preset.gpus_per_node)
@@ -248,7 +248,7 @@ def _predict(
     workload: "Workload",
     hardware: "Hardware",
 ) -> None:
-    from longctx_patch.predict.attention.costs import predict
+    from longctx_patch.planner.attention_cost import predict
 
     direction = Direction(asked.direction or "forward")
     prediction = predict(
@@ -270,7 +270,7 @@ def _compare(
     hardware: "Hardware",
     recurrent: "dict[RecurrentWork, float]",
 ) -> None:
-    from longctx_patch.choose.compare import compare
+    from longctx_patch.planner.compare import compare
 
     directions = [Direction(asked.direction)] if asked.direction else list(Direction)
     comparison = compare(workload, hardware, asked.ranks, directions, recurrent)

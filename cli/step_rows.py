@@ -1,6 +1,6 @@
 """How many rows an optimizer step has, as `--rows-per-step` or `--tokens-per-step` say."""
 
-from longctx_patch.predict.run.candidate import nearest_multiples
+from longctx_patch.planner.job import nearest_multiples
 
 
 def rows_of_step(rows: int | None, tokens: int | None, seq_len: int) -> int | None:

@@ -4,11 +4,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from longctx_patch.choose.degrees import Way
-from longctx_patch.choose.groups import possible_degrees
-from longctx_patch.choose.search import Result
-from longctx_patch.choose.sharing import fastest, reason
-from longctx_patch.choose.tie import TIE
 from longctx_patch.cli.degree_options import DegreeChooser, asked_degrees
 from longctx_patch.cli.patch_options import PatchOptions
 from longctx_patch.cli.prediction import prediction, require_fit, why_unpredicted
@@ -16,8 +11,11 @@ from longctx_patch.cli.step_rows import forwards_of_step
 from longctx_patch.families.checks import check_model_config
 from longctx_patch.families.facts import ModelFacts
 from longctx_patch.families.recurrent_layers import recurrent_layers
-from longctx_patch.predict.machines import MACHINES
-from longctx_patch.predict.run.cluster import Cluster
+from longctx_patch.planner.advice import fastest, reason
+from longctx_patch.planner.degrees import TIE, Way
+from longctx_patch.planner.job import Cluster
+from longctx_patch.planner.machines import MACHINES
+from longctx_patch.planner.search import Result, possible_degrees
 from longctx_patch.recipes.memory_report import job_of, predict_run
 from longctx_patch.recipes.settings import Settings
 

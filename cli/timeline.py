@@ -16,9 +16,9 @@ from longctx_patch.config import LongContextConfig
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from longctx_patch.predict.attention.costs import Prediction, Workload
-    from longctx_patch.predict.attention.simulate import Span
-    from longctx_patch.predict.machines import Hardware
+    from longctx_patch.planner.attention_cost import Prediction, Workload
+    from longctx_patch.planner.machines import Hardware
+    from longctx_patch.planner.simulate import Span
 
 ENDINGS = (".png", ".svg", ".pdf")
 MAX_RANKS = 64
@@ -195,10 +195,10 @@ def draw_schedule(
         >>> workload = Workload(num_tokens=131072)
         >>> draw_schedule(LongContextConfig(ring_degree=4), workload)  # doctest: +SKIP
     """
-    from longctx_patch.choose.plans import decide
+    from longctx_patch.planner.attention_cost import predict
+    from longctx_patch.planner.degrees import decide
+    from longctx_patch.planner.machines import MACHINES
     from longctx_patch.plans import Direction
-    from longctx_patch.predict.attention.costs import predict
-    from longctx_patch.predict.machines import MACHINES
 
     require_matplotlib("draw_schedule")
     if config.sequence_degree > MAX_RANKS:

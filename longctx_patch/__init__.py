@@ -9,7 +9,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from longctx_patch.choose.compare import compare, explain
     from longctx_patch.config import LongContextConfig
     from longctx_patch.data import SequenceShardCollator, pack_rows
     from longctx_patch.engine.groups import (
@@ -39,6 +38,8 @@ if TYPE_CHECKING:
     from longctx_patch.hf.preflight import WillNotFit, preflight
     from longctx_patch.loss.law import count_valid_tokens
     from longctx_patch.operator import attention
+    from longctx_patch.planner.attention_cost import Workload
+    from longctx_patch.planner.compare import compare, explain
     from longctx_patch.plugin import (
         SequenceParallelismConfig,
         accelerate_yaml,
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
         make_accelerator,
         states_on_host,
     )
-    from longctx_patch.predict.attention.costs import Workload
     from longctx_patch.sequence import masks
     from longctx_patch.sequence.documents import Documents
     from longctx_patch.sequence.masks import Mask
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _NAMES_IN = {
-    "choose.compare": ("compare", "explain"),
+    "planner.compare": ("compare", "explain"),
     "config": ("LongContextConfig",),
     "data": ("SequenceShardCollator", "pack_rows"),
     "engine.groups": ("SequenceGroup", "make_sequence_group", "virtual_group", "world_place"),
@@ -97,7 +97,7 @@ _NAMES_IN = {
         "make_accelerator",
         "states_on_host",
     ),
-    "predict.attention.costs": ("Workload",),
+    "planner.attention_cost": ("Workload",),
     "sequence.documents": ("Documents",),
     "sequence.masks": ("Mask",),
     "trainer": (

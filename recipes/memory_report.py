@@ -7,16 +7,15 @@ from typing import Any
 
 import torch
 
-from longctx_patch.choose.advice import advice, cluster_here
-from longctx_patch.choose.search import Result, result_of, usual_tiles
 from longctx_patch.hf.layers.fused_layers import LIGER_FAMILIES
 from longctx_patch.hf.preflight import WillNotFit
 from longctx_patch.memory import host
+from longctx_patch.planner.advice import advice, cluster_here
+from longctx_patch.planner.job import Cluster, Job, WeightsDtype
+from longctx_patch.planner.machines import GIB
+from longctx_patch.planner.model_shape import shape_of
+from longctx_patch.planner.search import Result, result_of, usual_tiles
 from longctx_patch.plugin import states_on_host
-from longctx_patch.predict.machines import GIB
-from longctx_patch.predict.run.candidate import Job, WeightsDtype
-from longctx_patch.predict.run.cluster import Cluster
-from longctx_patch.predict.run.shape import shape_of
 from longctx_patch.recipes.settings import Settings
 
 OPTIONS = (

@@ -67,16 +67,16 @@ FAULTS = (
         "tests/loss",
     ),
     Fault(
-        "longctx_patch/predict/attention/charges.py",
+        "longctx_patch/planner/charges.py",
         "call = self.hardware.host_forward_s if forward else self.hardware.host_backward_s",
         "call = 0.0",
-        "tests/predict/attention",
+        "tests/planner/test_simulate.py",
     ),
     Fault(
-        "longctx_patch/choose/tie.py",
+        "longctx_patch/planner/degrees.py",
         "key=lambda key: (-tied[key].ulysses_degree, tied[key].sent_bytes, tied[key].buffer_bytes)",
         "key=lambda key: tied[key].ulysses_degree",
-        "tests/choose",
+        "tests/planner/test_degrees.py",
     ),
     Fault(
         "longctx_patch/data/collator.py",

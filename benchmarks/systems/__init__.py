@@ -15,7 +15,7 @@ from model_shapes import CountedShape
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longctx_patch.predict.run.shape import ModelShape
+from longctx_patch.planner.model_shape import ModelShape
 
 IGNORE_INDEX = -100
 LEARNING_RATE = 1e-7  # so small that the loss stays comparable from step to step

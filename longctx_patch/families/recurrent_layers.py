@@ -9,7 +9,7 @@ from longctx_patch.families.family import CONVOLUTION, DELTA, STATE_SPACE
 from longctx_patch.families.supported import FAMILIES
 from longctx_patch.plans.chain import ChainTraffic
 from longctx_patch.plans.recurrent import RecurrentShape, RecurrentWay
-from longctx_patch.predict.recurrence import Row, convolution_traffic, recurrence_traffic
+from longctx_patch.plans.recurrent_traffic import Row, convolution_traffic, recurrence_traffic
 
 _Sizes = tuple[RecurrentShape | None, int, int]
 """(sizes of the recurrence, channels and tokens of the convolution)"""

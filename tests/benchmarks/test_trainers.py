@@ -10,7 +10,7 @@ import trainers_job
 from systems import Job
 from systems.model import make_model, random_row
 
-from longctx_patch.predict.run.shape import shape_of
+from longctx_patch.planner.model_shape import shape_of
 from tests.hf.tiny import tiny_config
 
 

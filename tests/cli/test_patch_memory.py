@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from tests.cli.conftest import Run
-from tests.predict.run import jobs
+from tests.planner import jobs
 
 Write = Callable[..., Path]
 LLAMA_8B = jobs.LLAMA_8B | {"max_position_embeddings": 2**21}

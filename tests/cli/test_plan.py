@@ -10,20 +10,19 @@ from typing import Any, get_args
 import pytest
 from matplotlib.figure import Figure
 
-from longctx_patch.choose.search import search
 from longctx_patch.cli.arguments import Tokens
 from longctx_patch.cli.patch import TOO_LONG
 from longctx_patch.cli.plan import KINDS
 from longctx_patch.cli.plan_chart import draw_bars
 from longctx_patch.families.load_config import load_model_config
-from longctx_patch.predict.machines import MACHINES
-from longctx_patch.predict.run.candidate import Job
-from longctx_patch.predict.run.cluster import parse_cluster
-from longctx_patch.predict.run.shape import shape_of
+from longctx_patch.planner.job import Job, parse_cluster
+from longctx_patch.planner.machines import MACHINES
+from longctx_patch.planner.model_shape import shape_of
+from longctx_patch.planner.search import search
 from longctx_patch.recipes.data.reading import TooLong
 from tests.cli.conftest import Run
 from tests.hf.seeing import seeing_config
-from tests.predict.run.jobs import LLAMA_8B
+from tests.planner.jobs import LLAMA_8B
 
 WriteConfig = Callable[..., Path]
 COMPONENTS = {
@@ -36,6 +35,12 @@ COMPONENTS = {
 def llama_8b(config: WriteConfig) -> Path:
     """The config.json of Llama-3.1-8B."""
     return config(**LLAMA_8B)
+
+
+@pytest.fixture
+def any_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of all else: the longest row that fits is not searched for."""
+    monkeypatch.setattr("longctx_patch.planner.search.longest", lambda job: 2**20)
 
 
 def planned(run: Run, *words: object) -> Any:
@@ -102,6 +107,7 @@ def test_text_has_a_table_its_parts_and_the_longest_row(run: Run, llama_8b: Path
     assert "LoRA of rank 8 (--full: every weight), loaded in float32" in said
 
 
+@pytest.mark.usefixtures("any_longest")
 @pytest.mark.parametrize(
     ("options", "more"),
     [
@@ -126,6 +132,7 @@ def test_the_next_command_makes_the_folder(
     assert done.exit_code == 0, done.output
 
 
+@pytest.mark.usefixtures("any_longest")
 def test_an_adapter_is_planned_over_a_text_model(run: Run, tmp_path: Path) -> None:
     """`longctx patch` refuses one over a checkpoint that reads images."""
     seeing_config("qwen3_vl").save_pretrained(tmp_path / "seeing")
@@ -149,6 +156,7 @@ def test_the_longest_row_alone(run: Run, llama_8b: Path) -> None:
     assert run("plan", *words, "--seq-len", "1M").stdout == as_text
 
 
+@pytest.mark.usefixtures("any_longest")
 def test_options_reach_the_planner(run: Run, llama_8b: Path) -> None:
     words = (llama_8b, "--gpus", "4xH200", "--seq-len", "128K")
 
@@ -203,6 +211,7 @@ def test_no_row_at_all_says_why(run: Run, llama_8b: Path) -> None:
         assert run("plan", *words, "--seq-len", "4K", *form).exit_code == 1
 
 
+@pytest.mark.usefixtures("any_longest")
 def test_weights_are_loaded_as_the_config_says(run: Run, config: WriteConfig) -> None:
     path = config(**LLAMA_8B, dtype="bfloat16")
     words = (path, "--gpus", "H200", "--seq-len", "4K")
@@ -211,6 +220,7 @@ def test_weights_are_loaded_as_the_config_says(run: Run, config: WriteConfig) ->
     assert "--lora --rank 16 --dtype float32 " in wide["flags"]
 
 
+@pytest.mark.usefixtures("any_longest")
 def test_families_without_ligers_kernels_have_stock_layers(run: Run, config: WriteConfig) -> None:
     """Without Liger's kernels for a family, the plan is that of `--stock-layers`."""
     path = config(**LLAMA_8B, model_type="ernie4_5")
@@ -302,6 +312,7 @@ def test_other_models_are_refused(
     assert part in " ".join(result.stderr.split())
 
 
+@pytest.mark.usefixtures("any_longest")
 def test_a_picture_is_written(run: Run, llama_8b: Path, tmp_path: Path) -> None:
     png = tmp_path / "memory.png"
     result = run("plan", llama_8b, "--gpus", "2xH200", "--seq-len", "64K", "--png", png)
@@ -328,6 +339,7 @@ def test_constants_that_need_no_torch_are_the_planners() -> None:
     assert ", ".join(MACHINES) == KINDS
 
 
+@pytest.mark.usefixtures("any_longest")
 def test_the_rows_of_a_step(run: Run, llama_8b: Path) -> None:
     words = (llama_8b, "--gpus", "24xH200", "--seq-len", "32K", "--full")
     found = planned(run, *words, "--tokens-per-step", "1536K")

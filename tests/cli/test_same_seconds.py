@@ -9,10 +9,10 @@ import pytest
 from longctx_patch import LongContextConfig, explain
 from longctx_patch.cli.decisions import PatchOptions, decide
 from longctx_patch.cli.patch import patch_command
-from longctx_patch.predict.attention.costs import Workload
-from longctx_patch.predict.machines import MACHINES, with_kernel
+from longctx_patch.planner.attention_cost import Workload
+from longctx_patch.planner.machines import MACHINES, with_kernel
 from tests.cli.conftest import Run
-from tests.predict.run.jobs import LLAMA_8B
+from tests.planner.jobs import LLAMA_8B
 
 TOKENS, LAYERS = 131072, 32
 

@@ -11,8 +11,8 @@ import pytest
 
 from longctx_patch.cli.schedule_command import PLANS, make_setting, read_hardware
 from longctx_patch.cli.timeline import HELPER, OTHER_KEYS, OWN, bars_of, make_figure
+from longctx_patch.planner.attention_cost import Prediction, Workload, predict
 from longctx_patch.plans import Direction
-from longctx_patch.predict.attention.costs import Prediction, Workload, predict
 from tests.cli.conftest import Run
 
 SCHEMA = {

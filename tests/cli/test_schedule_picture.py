@@ -8,8 +8,8 @@ import pytest
 from longctx_patch import LongContextConfig, Workload
 from longctx_patch.cli import timeline
 from longctx_patch.cli.timeline import draw_schedule
+from longctx_patch.planner.attention_cost import Prediction
 from longctx_patch.plans import Direction
-from longctx_patch.predict.attention.costs import Prediction
 
 WORKLOAD = Workload(num_tokens=131072)
 

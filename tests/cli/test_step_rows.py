@@ -9,7 +9,7 @@ import yaml
 
 from longctx_patch.cli.step_rows import forwards_of_step, rows_of_step
 from tests.cli.conftest import Run
-from tests.predict.run.jobs import LLAMA_8B
+from tests.planner.jobs import LLAMA_8B
 
 WriteConfig = Callable[..., Path]
 EIGHT_LAYERS = LLAMA_8B | {"num_hidden_layers": 8, "max_position_embeddings": 131072}

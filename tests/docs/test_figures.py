@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.docs.pages import PAGES, ROOT, name_of, prose
-from tests.predict.run.measured import accuracy
+from tests.planner.measured import accuracy
 
 FIGURES = tomllib.loads((ROOT / "docs" / "results" / "figures.toml").read_text())
 UNITS = re.compile(

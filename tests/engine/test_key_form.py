@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from longctx_patch import LongContextConfig, run_virtual_ranks, virtual_group
-from longctx_patch.choose.plans import decide
 from longctx_patch.engine.autograd import distributed_attention
 from longctx_patch.engine.call import AttentionCall, CallShape
 from longctx_patch.engine.decided import decided_call, row_mask
@@ -17,11 +16,12 @@ from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.engine.key_form import AsLatents, Expansion
 from longctx_patch.engine.planned_traffic import predicted_traffic
 from longctx_patch.kernels import Score
+from longctx_patch.planner.attention_cost import Workload, predict
+from longctx_patch.planner.degrees import decide
+from longctx_patch.planner.machines import MACHINES
 from longctx_patch.plans import Direction
 from longctx_patch.plans.generators.table import PLANS
 from longctx_patch.plans.traffic import Traffic
-from longctx_patch.predict.attention.costs import Workload, predict
-from longctx_patch.predict.machines import MACHINES
 from longctx_patch.transport import VirtualTransport
 from tests.covering import covering
 from tests.engine.exact import TOLERANCE, causal_row, config_of

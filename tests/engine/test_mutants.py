@@ -6,11 +6,11 @@ from random import Random
 
 import pytest
 
-from longctx_patch.choose.plans import decide
 from longctx_patch.engine import call
+from longctx_patch.planner.attention_cost import Workload
+from longctx_patch.planner.degrees import decide
 from longctx_patch.plans import Direction, Plan, PlanError, Share, Step, Transfer, Work, verify_plan
 from longctx_patch.plans.generators.table import PLANS
-from longctx_patch.predict.attention.costs import Workload
 from longctx_patch.sequence.layout import Interval, Rows
 from longctx_patch.sequence.masks import causal
 from longctx_patch.sequence.regions import ANTICAUSAL, CAUSAL, FULL, Band

@@ -20,10 +20,10 @@ from longctx_patch import (
     virtual_group,
 )
 from longctx_patch.data.whole_rows import read_rows
+from longctx_patch.engine.decided import row_mask
 from longctx_patch.families.checks import check_model_config
 from longctx_patch.families.facts import ModelFacts, Reach, layer_kinds
 from longctx_patch.hf.model.stock_model import stock_model
-from longctx_patch.engine.decided import row_mask
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.masks import bidirectional

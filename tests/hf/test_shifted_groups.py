@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from longctx_patch import LongContextConfig, UnsupportedModelError, masks, patch
+from longctx_patch.engine.decided import row_mask
 from longctx_patch.families.checks import check_model_config
 from longctx_patch.hf.handle import PatchHandle
-from longctx_patch.engine.decided import row_mask
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.verification.shrink import keep_float64
 from tests.hf.float64 import backward, padded_rows, stock_loss

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, MixtralConfig
 
-from longctx_patch.predict.run.cluster import parse_cluster
+from longctx_patch.planner.job import parse_cluster
 from longctx_patch.recipes import finetune, memory_report, rehearsal
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.settings import Settings, parse_settings
 from tests.memory.live_bytes import LiveBytes
-from tests.predict.run.jobs import LLAMA_8B
+from tests.planner.jobs import LLAMA_8B
 from tests.tiny_llama import TINY_LLAMA
 
 import tests.benchmarks  # puts the scripts' folder on the path  # noqa: F401  # isort: skip

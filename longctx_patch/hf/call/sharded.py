@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from longctx_patch.choose.recurrence import decide_recurrence
 from longctx_patch.engine.autograd import distributed_attention
 from longctx_patch.engine.call import AttentionCall, CallShape
 from longctx_patch.engine.chain.run import checked_chain
@@ -21,6 +20,7 @@ from longctx_patch.hf.call.inputs import KNOWN_TO_LAYERS, short
 from longctx_patch.hf.call.latents import expansion_of
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.kernels import Score
+from longctx_patch.planner.recurrent_cost import decide_recurrence
 from longctx_patch.plans import Direction
 from longctx_patch.plans.chain import Chain
 from longctx_patch.plans.head_split import halves

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from longctx_patch import LongContextConfig, patch
-from longctx_patch.choose.recurrence import row_of
 from longctx_patch.engine.groups import virtual_group
 from longctx_patch.families.recurrent_layers import layer_traffic, recurrent_layers
 from longctx_patch.hf.model import transformers_api
+from longctx_patch.planner.recurrent_cost import row_of
 from longctx_patch.plans.recurrent import RecurrentWay
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.sequence.documents import Documents

@@ -13,9 +13,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from longctx_patch import LongContextConfig, PatchHandle
-from longctx_patch.choose.recurrence import row_of
 from longctx_patch.families.recurrent_layers import layer_traffic, recurrent_layers
 from longctx_patch.hf.model.transformers_api import CALL_KEY, recurrent_modules
+from longctx_patch.planner.recurrent_cost import row_of
 from longctx_patch.plans.recurrent import RecurrentWay
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.verification.shrink import keep_float64

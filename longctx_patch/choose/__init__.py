@@ -1,1 +1,0 @@
-"""One chooser of plans and degrees, and the search for a way to train a model."""

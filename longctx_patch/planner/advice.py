@@ -1,0 +1,108 @@
+"""What a running job was predicted to take, and what to change where that is too much."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from longctx_patch.config import HardwareName
+from longctx_patch.planner.degrees import TIE
+from longctx_patch.planner.job import Cluster, Job
+from longctx_patch.planner.machines import GIB, MACHINES
+from longctx_patch.planner.search import Result, longest, search, usable_bytes
+
+
+def fastest(results: Sequence[Result]) -> Result:
+    """The fastest way that fits; where none does, the one that is nearest to fitting.
+
+    Of ways that are as fast within `TIE`, the one wins that takes the least host memory, as in
+    `search`, then the one in which fewest GPUs share a row: messages that are hidden today are the
+    first to show on a slower link.
+    """
+    fitting = [result for result in results if result.fits]
+    if not fitting:
+        return min(results, key=lambda result: result.shortfall)
+    most = max(result.tokens_per_second_per_gpu for result in fitting)
+    tied = [r for r in fitting if most <= r.tokens_per_second_per_gpu * (1 + TIE)]
+    return min(tied, key=lambda result: (result.host_bytes, result.candidate.sequence_degree))
+
+
+def reason(result: Result, chosen: Result) -> str:
+    """Why a way was chosen, or was not; the columns say what it takes."""
+    if result is chosen:
+        return "chosen"
+    if result.reason is not None:
+        return result.reason
+    slower = chosen.tokens_per_second_per_gpu / result.tokens_per_second_per_gpu - 1
+    if slower > TIE:
+        return f"{slower:.1%} slower"
+    if result.host_bytes > chosen.host_bytes:
+        return f"as fast to {TIE:.1%}, with more of the host"
+    if result.candidate.sequence_degree > chosen.candidate.sequence_degree:
+        return f"as fast to {TIE:.1%}, with messages of more GPUs per row"
+    return f"{slower:.1%} slower"  # than the chosen one, which is within TIE of the fastest
+
+
+def cluster_here(
+    hardware: HardwareName, num_gpus: int, memory_bytes: float, host_bytes: float | None = None
+) -> Cluster:
+    """GPUs of the kind that a config names, with the memory that torch reports of this one."""
+    here = replace(MACHINES[hardware], memory_bytes=memory_bytes)
+    return Cluster(hardware=here, num_gpus=num_gpus, host_bytes=host_bytes)
+
+
+def advice(used: Result) -> str:
+    """Flags with which this row is predicted to fit on these GPUs, or the longest row that fits."""
+    job, now = used.job, used.candidate
+    fitting = [result for result in search(job) if result.fits]
+    same_degree = [r for r in fitting if r.candidate.sequence_degree == now.sequence_degree]
+    # Flags that failed once will fail again, whatever was predicted.
+    other = [r for r in same_degree if flags(r) != flags(used)] + [
+        r for r in fitting if r.candidate.sequence_degree > now.sequence_degree
+    ]
+    if not used.fits and used.memory.total <= usable_bytes(job):  # the host is too small
+        lighter = [r for r in other if r.host_bytes < used.host_bytes]
+    else:
+        lighter = [r for r in other if r.memory.total < used.memory.total]
+    if lighter:
+        best = lighter[0]
+        again = best.forwards != used.forwards and job.rows_per_step is not None
+        how = f"{flags(best)}, with {best.forwards} forwards a step," if again else flags(best)
+        text = f"{how} is predicted to take {best.memory.total / GIB:.1f} GiB"
+        return text + (f" and {best.host_bytes / GIB:.0f} of a host" if best.host_bytes else "")
+    return (
+        f"the longest row predicted to fit on {job.cluster} has {longest(job):,} tokens: shorten "
+        "rows (--seq-len), or share each between more GPUs"
+    )
+
+
+def ways_out(job: Job) -> list[str]:
+    """What would make a row fit that no candidate fits: an adapter, another dtype, host or GPUs."""
+    cluster, others = job.cluster, {}
+    if not job.lora:
+        others["--lora, an adapter in place of every weight"] = replace(job, lora=True)
+    if job.dtype == "float32":
+        others["--dtype bfloat16"] = replace(job, dtype="bfloat16")
+    if cluster.host_bytes is not None:
+        anywhere = replace(cluster, host_bytes=None)
+        others["a host with more memory (--host-gib)"] = replace(job, cluster=anywhere)
+    twice, most_of_one = 2 * cluster.num_gpus, cluster.hardware.gpus_per_node
+    if twice <= most_of_one or twice % most_of_one == 0:
+        larger = replace(cluster, num_gpus=twice)
+        others[f"--gpus {larger}"] = replace(job, cluster=larger)
+    lengths = {what: longest(other) for what, other in others.items()}
+    return [
+        f"{what}: rows of up to {n:,} tokens" for what, n in lengths.items() if n >= job.seq_len
+    ]
+
+
+def flags(result: Result) -> str:
+    """The options of `longctx patch`. The recipe has them too, but calls `--rank` `--lora-rank`,
+    and `--states-on-host` is the launcher's."""
+    candidate, job = result.candidate, result.job
+    what = f"--lora --rank {job.lora_rank}" if job.lora else "--full"
+    what += f" --also-train {','.join(job.also_train)}" if job.also_train else ""
+    what += " --load-in-4bit" if job.dtype == "nf4" else f" --dtype {job.dtype}"
+    degrees = f"--ulysses {candidate.ulysses} --ring {candidate.ring}"
+    text = f"{what} {degrees} --checkpoint {candidate.checkpoint} --mlp-tiles {candidate.mlp_tiles}"
+    if candidate.attention_kept < 1:
+        text += f" --attention-kept {candidate.attention_kept:g}"
+    return text + (" --states-on-host" if candidate.offload_states else "")

@@ -1,1 +1,0 @@
-"""What one attention call takes: bytes and seconds of each rank, simulated."""

@@ -1,0 +1,96 @@
+"""Sizes from configs equal those of whole models on the meta device."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from longctx_patch.families.facts import ModelFacts
+from longctx_patch.planner.model_shape import shape_of
+from tests.hf.tiny import SUPPORTED, featured_config, tiny_config
+from tests.planner.jobs import llama_shape
+
+FACTS = {name: ModelFacts.of(featured_config(name)) for name in SUPPORTED}
+MIXED = [name for name, facts in FACTS.items() if facts.experts]
+LATENT = [name for name, facts in FACTS.items() if facts.latent and not facts.experts]
+DENSE = [name for name, facts in FACTS.items() if not facts.unpredicted]
+
+
+def whole_model(config: Any) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def assert_counts_are_of(config: Any) -> None:
+    model, shape = whole_model(config), shape_of(config, "some")
+    layers = list(model.get_decoder().layers)
+    assert shape.num_weights == sum(weight.numel() for weight in model.parameters())
+    assert shape.num_layers == len(layers)
+    sides = 0
+    for layer, counted in zip(layers, shape.layers, strict=True):
+        assert counted.weights == sum(weight.numel() for weight in layer.parameters())
+        linear = [part for part in layer.modules() if isinstance(part, torch.nn.Linear)]
+        assert counted.linear_weights == sum(part.weight.numel() for part in linear)
+        assert counted.linear_sides == sum(part.in_features + part.out_features for part in linear)
+        assert (counted.recurrence is not None) == hasattr(layer, "linear_attn")
+        sides += counted.linear_sides
+    assert shape.linear_sides == sides
+    assert shape.head_weights == model.get_output_embeddings().weight.numel()
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_counts_are_those_of_the_model(family: str) -> None:
+    both_kinds = FACTS[family].num_recurrent > 0  # it has layer_types of three layers
+    few = {} if both_kinds else {"num_hidden_layers": 2}
+    assert_counts_are_of(featured_config(family, **few))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_embeddings_count_once(tied: bool) -> None:
+    assert_counts_are_of(tiny_config("qwen2", tie_word_embeddings=tied))
+
+
+@pytest.mark.parametrize("family", MIXED)
+def test_experts_are_refused(family: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"model some: .*num_.*=\d+.*dense layers only.*checkpoint='auto'"
+    ):
+        shape_of(featured_config(family), "some")
+
+
+@pytest.mark.parametrize("family", LATENT)
+def test_latent_attention_is_refused(family: str) -> None:
+    with pytest.raises(ValueError, match=r"model some: kv_lora_rank=20.*not from a latent"):
+        shape_of(featured_config(family), "some")
+
+
+def test_norms_and_products_of_the_mlp_are_counted() -> None:
+    def counted(family: str) -> tuple[int, bool, int]:
+        shape = shape_of(featured_config(family), "some")
+        layer = shape.layers[-1]
+        return layer.num_norms, layer.has_head_norms, shape.num_mlp_products
+
+    assert counted("llama") == (2, False, 3)
+    assert counted("qwen3") == (2, True, 3)
+    assert counted("gemma3_text") == (4, True, 3)
+    assert counted("cohere2") == (1, False, 3)
+    assert counted("phi3") == (2, False, 3)
+    assert counted("starcoder2") == (2, False, 2)
+
+
+def test_windows_are_counted() -> None:
+    config = featured_config("gemma2")
+    assert shape_of(config, "some").num_windowed_layers == 1
+    assert len(config.layer_types) == 2  # the config isn't changed
+    assert shape_of(featured_config("starcoder2"), "some").num_windowed_layers == 2
+
+
+def test_flops_of_llama_8b_by_hand() -> None:
+    shape = llama_shape()
+    assert shape.num_weights == 8_030_261_248
+    per_layer = 4096 * (4096 + 1024 + 1024 + 4096 + 3 * 14336)
+    linear = 32 * per_layer + 128256 * 4096
+    # Per pair of tokens and hidden number: 4 FLOPs forward and 8 backward, halved by causality.
+    attention = 32 * 6 * 1000**2 * 4096
+    assert shape.step_flops(1000) == 6 * 1000 * linear + attention
