@@ -267,8 +267,12 @@ def _world(
     configs = [config_of(each) for each in models]
     ulysses, ring = _degrees(configs, number, run, options)
     degrees = LongContextConfig(ulysses_degree=ulysses, ring_degree=ring)
-    for config in configs:
-        check_model_config(config, degrees)
+    for model, config in zip(models, configs, strict=True):
+        try:
+            check_model_config(config, degrees)
+        except ValueError as error:
+            beside = "" if model is models[-1] else " (--alone leaves it out)"
+            raise ValueError(f"{model.label}{beside}: {error}") from error
     sharded = [_is_sharded(*each, number, cpu=cpu) for each in zip(models, configs, strict=True)]
     return World(number, ulysses, ring, any(sharded))
 

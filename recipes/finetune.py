@@ -160,10 +160,10 @@ def train(
         return None
     checkpoint = output.find(accelerator.print)
     job = build(inputs, accelerator, checkpoint, stages)
+    context = ContextSteps(job.settings, job.handle, job.tokenizer)
     # Nothing was written so far, so a refusal above leaves no files behind.
     begin(job, accelerator, checkpoint)
     showing = explained(job.settings, job.handle.model.config, accelerator)
-    context = ContextSteps(job.settings, job.handle, job.tokenizer)
     with StopSignals() as stop, keeper_of(job, accelerator, watchdog) as keeper, showing:
         if states_on_host(accelerator):
             job.handle.reserve_host(states_to_come(job.state))

@@ -348,7 +348,15 @@ def weights_or_config(model: str) -> str:
 
 
 def check_weights(model: str) -> None:
-    """Refuse a local folder without weights; those of a hub name are found when it is loaded."""
+    """Refuse a local folder without weights, or with those of an adapter alone; those of a hub name
+    are found when it is loaded."""
+    folder = Path(model).expanduser()
+    if (folder / "adapter_config.json").is_file():
+        command = shlex.join(["longctx", "merge", model, "--out", f"{folder.name}-merged"])
+        raise ValueError(
+            f"model folder {model!r} has an adapter, which is no model to train: `{command}` "
+            "writes one with it, to be given in its place."
+        )
     if (file := weights_or_config(model)) != model:
         path = shlex.quote(file)
         raise ValueError(

@@ -498,8 +498,13 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
     found, flags = file_and_flags("--settings", arguments)
     flags = with_own_output(flags, "output")
     parser = settings_parser()
+    asked = vars(parser.parse_args(flags))
+    if asked["num_train_epochs"] and asked["max_steps"] != -1:
+        raise ValueError(
+            f"--max-steps {asked['max_steps']} with --num-train-epochs "
+            f"{asked['num_train_epochs']:g}: each says how many steps there are. Give one of them."
+        )
     if found:
-        asked = vars(parser.parse_args(flags))
         from_file = read_settings(found, FIELD_TYPES)
         taken_back = {name for name, opposite in OPPOSITES.items() if asked[opposite]}
         taken_back |= {"max_steps"} if asked["stages"] else set()

@@ -1,6 +1,7 @@
 """What `longctx eval` decides from files alone, what it refuses, and how it shows what it found."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -81,6 +82,7 @@ def test_what_is_left_open_follows_from_the_model(asked: Callable[..., Any], mod
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["--beside", "dynamic", "--num-processes", "2"], "dynamic (--alone leaves it out): this"),
         (["--lengths", "8K"], "8192 tokens, but the model reaches 4096"),
         (["--lengths", "1K", "--context", "512"], "--context 512 and a row of 1024 tokens"),
         (["--tasks", "pass_key"], "Did you mean 'passkey'"),
@@ -102,6 +104,10 @@ def test_what_is_refused_before_processes_start(
 ) -> None:
     (tmp_path / "text.txt").write_text("A short document. " * 20)
     (tmp_path / "weightless").mkdir()
+    shutil.copytree(model, tmp_path / "dynamic")
+    config = json.loads((model / "config.json").read_text())
+    config["rope_parameters"] |= {"rope_type": "dynamic", "factor": 2.0}
+    (tmp_path / "dynamic/config.json").write_text(json.dumps(config))
     for folder in (tmp_path, tmp_path / "weightless"):
         (folder / "config.json").write_text((model / "config.json").read_text())
     assert said in asked(model, *words)

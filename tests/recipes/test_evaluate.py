@@ -107,6 +107,8 @@ def test_which_weights_a_run_stands_for(run: Path, base: Path) -> None:
     assert (find(str(final)).model, find(str(final)).is_trained) == (str(base), True)
     (final / "config.json").unlink()  # as adapters trained elsewhere, which may be given a RoPE
     assert not find(str(final)).is_trained
+    with pytest.raises(ValueError, match=r"an adapter, which is no model to train.*longctx merge"):
+        models.check_weights(str(final))
     moved = json.loads((final / ADAPTER_FILE).read_text()) | {"base_model_name_or_path": "/gone"}
     (final / ADAPTER_FILE).write_text(json.dumps(moved))
     with pytest.raises(ValueError, match=r"has /gone as its base, which is not there.*has moved"):
@@ -136,6 +138,8 @@ def test_the_context_is_evaluated_during_training(
         )
     plain = [flag for flag in flags if flag not in flags[:7]]
     texts = ["--text", str(text_file), "--output"]
+    with pytest.raises(ValueError, match="There is no squad"):
+        finetune.main([*flags, *texts, str(tmp_path / "text"), "--eval-context-tasks", "qa_1"])
     finetune.main([*plain, *texts, str(tmp_path / "plain")])
     finetune.main([*flags, *texts, str(tmp_path / "text")])
     rows = tmp_path / "rows.jsonl"

@@ -37,6 +37,12 @@ def test_stages_decide_the_row_length_and_the_number_of_steps() -> None:
     assert Settings(**GIVEN, seq_len=64).max_steps == 100
 
 
+def test_steps_and_epochs_are_not_both_given() -> None:
+    words = ["--model", "m", "--text", "t", "--output", "o", "--seq-len", "64"]
+    with pytest.raises(ValueError, match="--max-steps 9 with --num-train-epochs 2: each says"):
+        parse_settings([*words, "--max-steps", "9", "--num-train-epochs", "2"])
+
+
 def test_stages_as_a_flag_replace_the_steps_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "finetune.yaml"
     file.write_text("model: m\ntext: [t]\noutput: o\nseq_len: 64\nmax_steps: 100\n")
