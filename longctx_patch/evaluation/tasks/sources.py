@@ -211,18 +211,21 @@ def records(path: Path) -> Iterator[Record]:
     """The objects of a JSONL file. Raises ValueError with file and line."""
     if not path.is_file():
         raise ValueError(f"{path}: there is no such file.")
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            place = f"{path}, line {number}"
-            try:
-                value = strict_json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{place}: {error}") from None
-            if not isinstance(value, dict):
-                raise ValueError(f"{place}: each line is to be an object, such as {{...}}.")
-            yield Record(place, value)
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text ({error}). Write it anew in UTF-8.") from None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        place = f"{path}, line {number}"
+        try:
+            value = strict_json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
+        if not isinstance(value, dict):
+            raise ValueError(f"{place}: each line is to be an object, such as {{...}}.")
+        yield Record(place, value)
 
 
 def _read_json(path: Path, name: str, content: Callable[[Any], Any]) -> Any:

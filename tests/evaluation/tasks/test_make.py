@@ -223,6 +223,7 @@ def test_questions_that_are_refused(
         ('{"context"', "q.jsonl, line 1: "),
         ("[1]", "q.jsonl, line 1: each line is to be an object"),
         ("\n \n", "q.jsonl: the file has no question"),
+        ("\xfc", "q.jsonl: not UTF-8 text"),
         (None, "q.jsonl: there is no such file"),
     ],
 )
@@ -231,7 +232,7 @@ def test_files_of_questions_that_are_refused(
 ) -> None:
     file = tmp_path / "q.jsonl"
     if content is not None:
-        file.write_text(content)
+        file.write_text(content, encoding="latin-1")
     with pytest.raises(ValueError, match=message):
         read_questions(file, tokenizer, 99)
 
