@@ -8,7 +8,7 @@ from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.kernels import Score
 from longctx_patch.plans.generators.table import SPARSE_PLAN
 from longctx_patch.sequence.documents import Documents
-from longctx_patch.sequence.masks import Mask, causal, documents_mask, within
+from longctx_patch.sequence.masks import Mask, documents_mask, within
 
 
 def decided_call(
@@ -35,19 +35,6 @@ def decided_call(
     if is_local:
         setting = setting.with_plan(SPARSE_PLAN)
     return AttentionCall(group, documents, mask, score, shape, setting, returns_lse)
-
-
-def causal_call(
-    group: SequenceGroup,
-    num_tokens: int,
-    scale: float,
-    shape: CallShape,
-    *,
-    returns_lse: bool = False,
-) -> AttentionCall:
-    """Plain causal attention over one document."""
-    row, mask = Documents.one(num_tokens), causal(num_tokens)
-    return decided_call(group, row, mask, Score(scale), shape, returns_lse=returns_lse)
 
 
 @lru_cache(maxsize=64)

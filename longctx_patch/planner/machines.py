@@ -182,35 +182,13 @@ class Hardware:
 # steps of Qwen3.5-9B's widths on 2 H100 (docs/results/performance.md) the faster GPU took 0.95 s
 # for it in two layers, for which the rates of heads of 128 give 0.67 s. `auto` takes cuDNN there,
 # which was faster than flash-attn 4. The A100's are those published for FlashAttention-2.
-_CUDNN = KernelRates(
+_CUDNN_WIDE = KernelRates(
     kernel="cudnn",
     forward_full=KernelRate(625e12, 50, 14e-6),
     forward_causal=KernelRate(615e12, 430, 18e-6),
-    backward_full=KernelRate(545e12, 100, 41e-6),
-    backward_causal=KernelRate(540e12, 800, 50e-6),
-)
-_CUDNN_WIDE = replace(
-    _CUDNN,
     backward_full=KernelRate(382e12, 100, 41e-6),
     backward_causal=KernelRate(378e12, 800, 50e-6),
 )
-# benchmarks/calibrate.py on H100; at the rates that rows of 65,536 tokens reach within a step.
-_CUDNN_64 = KernelRates(
-    kernel="cudnn",
-    forward_full=KernelRate(465e12, 0, 13e-6),
-    forward_causal=KernelRate(450e12, 680, 15e-6),
-    backward_full=KernelRate(440e12, 150, 33e-6),
-    backward_causal=KernelRate(425e12, 1200, 38e-6),
-)
-_CUDNN_96 = KernelRates(
-    kernel="cudnn",
-    forward_full=KernelRate(500e12, 0, 14e-6),
-    forward_causal=KernelRate(475e12, 480, 19e-6),
-    backward_full=KernelRate(435e12, 100, 39e-6),
-    backward_causal=KernelRate(430e12, 1200, 45e-6),
-)
-_CUDNN_OTHERS = ((64, _CUDNN_64), (96, _CUDNN_96), (256, _CUDNN_WIDE))
-_CUDNN_FOR_ALL = replace(_CUDNN, other_head_dims=_CUDNN_OTHERS)
 # Fitted to the two steps of Llama-3.2-1B's shape in docs/results/planner.md.
 _FLASH_ATTN_4_64 = KernelRates(
     kernel="flash_attn_4",
@@ -325,23 +303,3 @@ def machine_of(name: str, memory_bytes: float) -> Hardware | None:
         if known.split("-")[0] in words and abs(machine.memory_bytes / memory_bytes - 1) < 0.1
     )
     return next(near, None)
-
-
-_OTHER_KERNELS: Mapping[str, tuple[KernelRates, ...]] = MappingProxyType(
-    {"h200": (_CUDNN_FOR_ALL,), "h100": (_CUDNN_FOR_ALL,)}
-)
-
-
-def with_kernel(hardware: Hardware, kernel: str) -> Hardware:
-    """The same machine with the rates of another kernel, to compare with measurements of that one.
-
-    Raises ValueError where there are no rates of this kernel.
-    """
-    known = (MACHINES[hardware.name].kernels, *_OTHER_KERNELS.get(hardware.name, ()))
-    for rates in known:
-        if rates.kernel == kernel:
-            return replace(hardware, kernels=rates)
-    names = " or ".join(repr(rates.kernel) for rates in known)
-    raise ValueError(
-        f"kernel {kernel!r} on {hardware.name}: there are no rates of it. Use {names}."
-    )

@@ -10,7 +10,6 @@ from longctx_patch import LongContextConfig, explain
 from longctx_patch.cli.decisions import PatchOptions, decide
 from longctx_patch.cli.patch import patch_command
 from longctx_patch.planner.attention_cost import Workload
-from longctx_patch.planner.machines import MACHINES, with_kernel
 from tests.cli.conftest import Run
 from tests.planner.jobs import LLAMA_8B
 
@@ -61,8 +60,3 @@ def test_every_command_predicts_the_same_attention(
     assert patched_s(model, tmp_path / "run", f"4x{kind}") == pytest.approx(planned)
     assert scheduled_s(run, model, kind, degrees) == pytest.approx(planned)
     assert explained_s(kind, degrees) == pytest.approx(planned)
-
-
-def test_rates_that_nobody_measured_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"'cudnn' on a100: .* Use 'flash_attn_2'"):
-        with_kernel(MACHINES["a100"], "cudnn")

@@ -19,10 +19,19 @@ from longctx_patch.kernels import Score
 from longctx_patch.memory.replay import Frame, checkpoint_contexts
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.sequence.documents import Documents
+from longctx_patch.sequence.masks import causal
 from tests.masked import Masked, dense_masked
 from tests.reference import relative_error
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+def causal_call(
+    group: SequenceGroup, num_tokens: int, scale: float, shape: CallShape
+) -> AttentionCall:
+    """Plain causal attention over one document."""
+    row, mask = Documents.one(num_tokens), causal(num_tokens)
+    return decided_call(group, row, mask, Score(scale), shape)
 
 
 def causal_row(num_tokens: int) -> Masked:

@@ -17,10 +17,9 @@ from torch import Tensor
 from longctx_patch import LongContextConfig, make_sequence_group, patch
 from longctx_patch.engine.autograd import distributed_attention
 from longctx_patch.engine.call import AttentionCall, CallShape
-from longctx_patch.engine.decided import causal_call
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.plans.generators.table import PLANS
-from tests.engine.exact import Case, causal_row, config_of, inputs, one_rank
+from tests.engine.exact import Case, causal_call, causal_row, config_of, inputs, one_rank
 from tests.harness import run_distributed
 from tests.hf.steps import collated
 from tests.hf.tiny import FAMILIES, gradients, tiny_model, token_rows

@@ -15,12 +15,12 @@ from torch.utils.flop_counter import flop_registry
 
 from longctx_patch import LongContextConfig, PatchHandle, SequenceShardCollator, patch
 from longctx_patch.engine.call import CallShape
-from longctx_patch.engine.decided import causal_call
 from longctx_patch.engine.planned_traffic import predicted_traffic
 from longctx_patch.memory.offload import HostCopies
 from longctx_patch.memory.policies import LayerPolicy
 from longctx_patch.memory.run_layer import run_layer
 from longctx_patch.plans.traffic import Traffic
+from tests.engine.exact import causal_call
 from tests.hf.tiny import gradients, mean_over_ranks, token_rows
 from tests.memory.live_bytes import LiveBytes
 from tests.reference import relative_error

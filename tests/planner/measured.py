@@ -16,9 +16,10 @@ from model_shapes import model_config
 
 from longctx_patch import LongContextConfig
 from longctx_patch.planner.job import Job, parse_cluster
-from longctx_patch.planner.machines import GIB, with_kernel
+from longctx_patch.planner.machines import GIB
 from longctx_patch.planner.model_shape import shape_of
 from longctx_patch.planner.search import Result, result_of, usual_tiles
+from tests.planner.cudnn import with_kernel
 
 ROOT = Path(__file__).parents[2]
 JOB_FIELDS = {"fused": "fused_layers", "lora": "lora", "dtype": "dtype"}

@@ -13,12 +13,13 @@ from problems import lognormal_lengths
 from longctx_patch import attention, virtual_group
 from longctx_patch.config import LongContextConfig
 from longctx_patch.planner.attention_cost import Workload, predict
-from longctx_patch.planner.machines import MACHINES, with_kernel
+from longctx_patch.planner.machines import MACHINES
 from longctx_patch.plans import Direction
 from longctx_patch.plans.generators.setting import Setting
 from longctx_patch.plans.generators.table import PLANS
 from longctx_patch.sequence.layout import LayoutName
 from longctx_patch.transport import VirtualTransport, run_virtual_ranks
+from tests.planner.cudnn import with_kernel
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 H200 = MACHINES["h200"]
