@@ -26,9 +26,8 @@ def data_command(run: Path, rows: int, seed: int, color: bool | None) -> None:
     rows, and some rows, as they are packed, with the tokens that are learned in green, or without
     colours between {+ and +}. The exit code is 1 where the run would be refused.
     """
-    from longctx_patch.cli.data_report import render
     from longctx_patch.cli.row_text import braced, green, shown
-    from longctx_patch.cli.run_data import data_of_run
+    from longctx_patch.cli.run_data import data_of_run, render
 
     file = settings_in(run)
     found = data_of_run(file)

@@ -17,7 +17,7 @@ from longctx_patch.cli.doctor import doctor_command
 from longctx_patch.cli.eval import eval_command
 from longctx_patch.cli.families import families_command
 from longctx_patch.cli.kernels import kernels_command
-from longctx_patch.cli.merge import merge_command
+from longctx_patch.cli.merge_command import merge_command
 from longctx_patch.cli.patch import patch_command
 from longctx_patch.cli.plan import plan_command
 from longctx_patch.cli.report import report_command

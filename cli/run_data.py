@@ -1,11 +1,13 @@
-"""What a run trains on, in figures and in rows, whichever recipe it is for."""
+"""What a run trains on, in figures and in rows, whichever recipe it is for, and the report."""
 
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from longctx_patch.cli.text_table import aligned
 from longctx_patch.loss.law import IGNORE_INDEX
 from longctx_patch.recipes import models
 from longctx_patch.recipes.data.conversations import MARKED
@@ -181,3 +183,39 @@ def _num_ties(table: Any) -> int:
     chosen, rejected = (column_lengths(table, f"{name}_ids") for name in ("chosen", "rejected"))
     alike = table.select(np.flatnonzero(chosen == rejected)).with_format("numpy")
     return sum(np.array_equal(pair["chosen_ids"], pair["rejected_ids"]) for pair in alike)
+
+
+BARS = 40
+"""Characters of the longest bar."""
+
+
+def render(data: SeenData, file: Path) -> str:
+    """The report, and the next command."""
+    lines = [f"{file}: rows of {data.seq_len} tokens at most, of {data.kind}", ""]
+    for name, facts in data.facts.items():
+        lines += [f"{name}:", *(f"  {line}" for line in aligned(facts)), ""]
+    lines += [f"The run will be refused: {why}\n" for why in data.refused]
+    what = "document" if data.recipe == "finetune" else "row"
+    lines += [f"tokens of a {what} (train):", *_histogram(data.lengths), ""]
+    if not data.refused:
+        train = shlex.join(["longctx", "train", str(file.parent)])
+        lines.append(f"The run finds these rows made. Next: {train}")
+    return "\n".join(lines)
+
+
+def _histogram(lengths: np.ndarray) -> list[str]:
+    """Bars over lengths, each twice as long as the one before."""
+    edges = [1]
+    while edges[-1] <= lengths.max():
+        edges.append(2 * edges[-1])
+    counts, _ = np.histogram(lengths, bins=edges)
+    first = int(np.flatnonzero(counts)[0])
+    rows = [
+        (f"{low:,} to {high - 1:,}", "#" * -(-BARS * int(count) // int(counts.max())), f"{count:,}")
+        for low, high, count in list(zip(edges, edges[1:], counts, strict=False))[first:]
+    ]
+    middle = ", ".join(f"{p} %: {int(np.percentile(lengths, p)):,}" for p in (50, 90, 99))
+    return [
+        *(f"  {line}" for line in aligned(rows)),
+        f"  so many per cent are no longer than: {middle}; longest {int(lengths.max()):,}",
+    ]

@@ -5,7 +5,7 @@ run without building the package. The package writes gradients into given tensor
 return new ones, so each backward copies dq, dk and dv once more (1 to 2 % of a block of 16,384
 tokens on an H200). On CPU, for trying the scripts and for tests, plain torch computes the same.
 
-Only what ring-flash-attn 0.1.8, yunchang 0.6.4, `operators/alst.py` and tests use is here.
+Only what ring-flash-attn 0.1.8, yunchang 0.6.4 and tests use is here.
 """
 
 import importlib.util

@@ -5,12 +5,14 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
+from longctx_patch import LongContextConfig
+from longctx_patch.cli import timeline
 from longctx_patch.cli.schedule_command import PLANS, make_setting, read_hardware
-from longctx_patch.cli.timeline import HELPER, OTHER_KEYS, OWN, bars_of, make_figure
+from longctx_patch.cli.timeline import HELPER, OTHER_KEYS, OWN, bars_of, draw_schedule, make_figure
 from longctx_patch.planner.attention_cost import Prediction, Workload, predict
 from longctx_patch.plans import Direction
 from tests.cli.conftest import Run
@@ -284,3 +286,39 @@ def test_packed_rows_and_windows(run: Run) -> None:
     assert (one["plan"], one["layout"]) == ("halo", "zigzag")
     assert ask(run, "--compare", *words) == ask(run, "--compare", *words, "--window", 131072)
     assert "'0': give a whole number of tokens" in refuse(run, "--compare", *words, "--window", 0)
+
+
+WORKLOAD = Workload(num_tokens=131072)
+
+
+def test_the_picture_is_of_what_the_config_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[tuple[Prediction, str]] = []
+
+    really = timeline.draw
+
+    def draw(prediction: Prediction, file: BinaryIO, *, caption: str) -> None:
+        drawn.append((prediction, caption))
+        really(prediction, file, caption=caption)
+
+    monkeypatch.setattr(timeline, "draw", draw)
+    config = LongContextConfig(ulysses_degree=2, ring_degree=2, plan="zigzag", hardware="h200")
+    picture = draw_schedule(config, WORKLOAD, "backward")
+    ((prediction, caption),) = drawn
+    assert (prediction.plan, prediction.ranks) == ("zigzag", 4)
+    assert (prediction.ulysses_degree, prediction.direction) == (2, Direction.BACKWARD)
+    assert "131,072 tokens" in caption
+    assert "h200" in caption
+    assert picture._repr_png_().startswith(b"\x89PNG\r\n")
+    assert repr(picture) == f"<picture of {len(picture.png)} bytes>"
+
+
+def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("longctx_patch.cli.timeline.find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=r"draw_schedule: .*pip install longctx-patch\[draw\]"):
+        draw_schedule(LongContextConfig(ring_degree=4), WORKLOAD)
+
+
+def test_more_ranks_than_can_be_read() -> None:
+    with pytest.raises(ValueError, match=r"ring_degree=128 = 128 ranks.* Use smaller degrees"):
+        draw_schedule(LongContextConfig(ring_degree=128), WORKLOAD)

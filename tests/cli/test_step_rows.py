@@ -1,6 +1,5 @@
 """`longctx patch` with the rows or tokens of a step: who shares what, and a folder that trains."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,18 +58,6 @@ def test_each_gpu_takes_rows_of_its_own(
     assert decided(tmp_path / "run") == (1, 1, 2, 1, 4)
     assert "| degrees | ulysses 1 x ring 1 | of 8 rows per step, 1 per row predicted " in readme
     assert f"| rows per step | 8, of 262,144 tokens in all | {asked[0]}: 4 at once x 2 " in readme
-
-
-def test_a_way_that_is_a_little_faster_may_lose(
-    run: Run, eight_layers: Path, tmp_path: Path
-) -> None:
-    """Where the model can't tell two ways apart, the one that sends less is taken, which the reason
-    says beside their times."""
-    words = ("--gpus", "64xH200", "--nodes", 8, "--rows-per-step", 64, "--seq-len", 2**20)
-    readme = patched(run, eight_layers, tmp_path / "run", *words, "--rope", "yarn")
-    degrees = next(line for line in readme.splitlines() if line.startswith("| degrees | "))
-    assert re.search(r"of 64 rows per step, 4 per row predicted \d+ s, 16 per row \d+ s", degrees)
-    assert "(as fast to 1.5%, with messages of more GPUs per row); for causal rows" in degrees
 
 
 def test_without_them_all_gpus_share_a_row(run: Run, eight_layers: Path, tmp_path: Path) -> None:

@@ -25,15 +25,10 @@ from longctx_patch.cli import train
 from longctx_patch.cli.main import main as longctx
 from longctx_patch.cli.train import ending_of, limit_threads, on_processes
 from longctx_patch.plugin import accelerate_yaml
-from longctx_patch.recipes import finetune
 from longctx_patch.recipes.launch import INTERRUPTED
-from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.settings import Settings
 from tests.cli.conftest import Run
 from tests.launching import run_longctx, start_forked, start_longctx
-from tests.plugin.launched import run_launched
-
-NUMBERS = ("step", "loss", "grad_norm", "learning_rate", "tokens")
 
 
 def launch_slowly(folder: Path) -> None:
@@ -68,21 +63,6 @@ def folder(run: Run, config: Callable[..., Path], text_file: Path, tmp_path: Pat
     result = run("patch", config(), *options)
     assert f"\n  longctx train {shlex.quote(str(made))}\n" in result.output
     return made
-
-
-def numbers(output: Path) -> list[tuple[float, ...]]:
-    return [tuple(line[name] for name in NUMBERS) for line in read_metrics(output)]
-
-
-def test_its_numbers_are_those_of_processes_that_import_by_themselves(folder: Path) -> None:
-    """To the last bit; settings go on to the recipe, and the processes share their imports."""
-    settings = ["--max-steps", "2", "--output"]
-    code, said = run_longctx(folder / "said", "train", folder, *settings, folder / "trained")
-    assert code == 0, said
-    given = ["--settings", str(folder / "finetune.yaml"), *settings, str(folder / "launched")]
-    run_launched(finetune.main, 2, given)
-    assert len(numbers(folder / "trained")) == 2
-    assert numbers(folder / "trained") == numbers(folder / "launched")
 
 
 def test_a_file_that_is_no_yaml_is_refused_before_imports(
@@ -240,7 +220,7 @@ def test_help_beside_a_run_folder_lists_the_flags_of_its_recipe(folder: Path, ru
         *("The data and the output:", "How ranks share a row:", "The training itself:"),
     ]
     flat = " ".join(result.output.split())
-    for line in ("steps [77]", "every weight [yes]", "for the copy [yes]", "own; 'bytes' --"):
+    for line in ("say it [77]", "every weight [yes]", "for the copy [yes]", "own; 'bytes' --"):
         assert line in flat
     listed = set(re.findall(r"^  --(?:no-)?([a-z-]\S+)", result.output, re.MULTILINE))
     names = {field.name.replace("_", "-") for field in dataclasses.fields(Settings)}

@@ -13,7 +13,7 @@ from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from longctx_patch.cli.merge import render
+from longctx_patch.cli.merge_command import render
 from longctx_patch.recipes import finetune
 from longctx_patch.recipes.merge import find_adapter, merge
 from longctx_patch.recipes.models import byte_tokenizer
