@@ -22,7 +22,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO
 
-from longctx_patch.plugin.together import own_rank, refuse_together
+from longctx_patch.plugin.together import of_all_ranks, own_rank, refuse_together
 
 LOCK_FILE = ".lock"
 BEAT_S = 10.0
@@ -77,6 +77,7 @@ def held(folder: Path, *, launched: float, say: Callable[[str], object]) -> Iter
     """
     job = Job(host=socket.gethostname(), pid=os.getpid(), launched=launched)
     lock, is_main = _Lock(folder), own_rank() == 0
+    of_all_ranks(None)  # each of them has looked whether it is free
     refuse_together([lock.take(job, say)] if is_main else ())
     if not is_main:
         lock.join()

@@ -136,6 +136,8 @@ def test_the_file_is_touched_while_the_job_runs(
 def both_ranks(rank: int, folder: str) -> None:
     """All ranks hold it, and all are refused together."""
     path = Path(folder)
+    time.sleep(0.2 * rank)  # process 0 waits until the others have looked
+    check_free(path)
     with held(path, launched=time.time(), say=print):
         torch.distributed.barrier()
         if rank == 0:
