@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from longctx_patch.health.finite import BadStepError, FiniteSteps, StepHistory, StepNumbers
     from longctx_patch.health.pace import PaceCheck
     from longctx_patch.health.progress import TimeLimits
-    from longctx_patch.health.sentinel import DriftError, Sentinel
     from longctx_patch.health.watchdog import Watchdog
     from longctx_patch.health.weights import check_weights
     from longctx_patch.hf.handle import PatchHandle
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     )
     from longctx_patch.hf.patching import patch
     from longctx_patch.hf.preflight import WillNotFit, preflight
+    from longctx_patch.hf.sentinel import DriftError, Sentinel
     from longctx_patch.loss.law import count_valid_tokens
     from longctx_patch.operator import attention
     from longctx_patch.planner.attention_cost import Workload
@@ -78,7 +78,7 @@ _NAMES_IN = {
     "health.agreement": ("model_facts", "require_agreement"),
     "health.finite": ("BadStepError", "FiniteSteps", "StepHistory", "StepNumbers"),
     "health.pace": ("PaceCheck",),
-    "health.sentinel": ("DriftError", "Sentinel"),
+    "hf.sentinel": ("DriftError", "Sentinel"),
     "health.weights": ("check_weights",),
     "hf.layers.fused_layers": ("choose_fused_layers", "fuse_layers", "require_fused_layers"),
     "families.checks": ("UnsupportedModelError",),

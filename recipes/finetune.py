@@ -37,7 +37,6 @@ from longctx_patch.health.agreement import model_facts, require_agreement
 from longctx_patch.health.finite import FiniteSteps
 from longctx_patch.health.pace import PaceCheck
 from longctx_patch.health.replicas import ReplicaCheck
-from longctx_patch.health.sentinel import Sentinel
 from longctx_patch.health.watchdog import Watchdog
 from longctx_patch.health.weights import check_weights
 from longctx_patch.hf.layers.fused_layers import (
@@ -46,6 +45,7 @@ from longctx_patch.hf.layers.fused_layers import (
     fuse_layers,
     require_fused_layers,
 )
+from longctx_patch.hf.sentinel import Sentinel
 from longctx_patch.plugin import close_accelerator, make_accelerator, states_on_host
 from longctx_patch.recipes import hub, models
 from longctx_patch.recipes.also_train import check_precision

@@ -13,7 +13,7 @@ from torch.distributed import DistError
 from longctx_patch.health.finite import BadStepError
 from longctx_patch.health.last_words import say, words_of
 from longctx_patch.health.replicas import ReplicasDivergedError
-from longctx_patch.health.sentinel import DriftError
+from longctx_patch.hf.sentinel import DriftError
 from longctx_patch.recipes.memory_report import OutOfMemory
 from longctx_patch.recipes.yaml_file import read_yaml
 

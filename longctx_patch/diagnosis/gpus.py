@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from longctx_patch.diagnosis.packages import Check
-from longctx_patch.health.rates import pci_of
+from longctx_patch.health.pace import pci_of
 
 GIB = 2**30
 _SMI_S = 20.0

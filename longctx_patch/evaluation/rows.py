@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from longctx_patch.health.sentinel import computing_device
 from longctx_patch.health.watchdog import Watchdog
 from longctx_patch.hf.handle import PatchHandle, evaluation_mode
+from longctx_patch.hf.sentinel import computing_device
 from longctx_patch.loss.law import IGNORE_INDEX
 from longctx_patch.plugin.together import num_ranks, of_all_ranks, own_rank
 

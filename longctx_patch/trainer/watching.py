@@ -13,8 +13,8 @@ from transformers import TrainerCallback
 from longctx_patch.health.agreement import model_facts, require_agreement, versions
 from longctx_patch.health.pace import PaceCheck
 from longctx_patch.health.replicas import ReplicaCheck
-from longctx_patch.health.sentinel import TOKENS, Sentinel
 from longctx_patch.health.watchdog import Watchdog
+from longctx_patch.hf.sentinel import TOKENS, Sentinel
 from longctx_patch.plugin.together import of_all_ranks, refuse_together
 from longctx_patch.trainer.log_entries import add_entry
 

@@ -4,13 +4,16 @@ here."""
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import inf, nan
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
 from longctx_patch.health import pace as module
-from longctx_patch.health.pace import EVERY, PaceCheck
+from longctx_patch.health.pace import EVERY, PaceCheck, Timing, pci_of, slow_ones
 from tests.harness import run_distributed
 
 CPU = torch.device("cpu")
@@ -106,3 +109,49 @@ def test_cpus_and_a_single_rank_are_not_measured(monkeypatch: pytest.MonkeyPatch
     for check in (alone, on_cpu):
         assert list(check.loading([3, 4])) == [3, 4]
         assert [check.after_step(step) for step in range(1, 60)] == [""] * 59
+
+
+def test_the_slow_one_is_found_and_equal_ones_are_not() -> None:
+    (slow,) = slow_ones([690.0, 700.0, 137.0, 695.0])
+    assert (slow.index, slow.rate, slow.usual, slow.by) == (2, 137, 695, "the others' median")
+    assert slow.is_failure
+    assert round(slow.share, 3) == 0.197
+    assert slow_ones([700.0] * 4) == []
+    assert slow_ones([95.0, 105.0, 105.0, 105.0]) == []  # 5 % to either side
+    (slow,) = slow_ones([100.0, 85.0])  # of two, too
+    assert (slow.index, slow.is_failure) == (1, False)
+    assert [slow.index for slow in slow_ones([100.0, 50.0, 100.0, 100.0, 60.0])] == [1, 4]
+    assert slow_ones([100.0]) == slow_ones([]) == []
+
+
+def test_what_a_kind_is_known_to_do_finds_a_host_that_is_slow_as_a_whole() -> None:
+    found = slow_ones([400.0, 410.0], 685.0, "an H100")
+    assert [slow.by for slow in found] == ["what an H100 is known to do"] * 2
+    assert all(slow.is_failure for slow in found)
+    assert slow_ones([800.0, 790.0], 685.0) == []
+
+
+def test_what_was_not_measured_is_not_judged() -> None:
+    (slow,) = slow_ones([nan, 100.0, 60.0])
+    assert (slow.index, slow.usual) == (2, 100)
+    assert slow_ones([nan, nan], 685.0) == slow_ones([nan, inf]) == []
+
+
+def test_a_rate_is_that_of_the_median_of_repeats() -> None:
+    waited = []
+
+    def event(at: float) -> Any:
+        return SimpleNamespace(
+            at=at, elapsed_time=lambda to: to.at - at, synchronize=lambda: waited.append(at)
+        )
+
+    timing = Timing(6e9, [event(at) for at in (0.0, 2.0, 50.0, 53.0)])  # 2, 48 and 3 ms
+    assert timing.rate() == pytest.approx(2e12)
+    assert waited == [53.0]
+
+
+def test_the_place_on_the_bus_is_that_of_nvidia_smi() -> None:
+    assert pci_of(SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)) == (
+        "0000:3b:00.0"
+    )
+    assert pci_of(SimpleNamespace()) == ""

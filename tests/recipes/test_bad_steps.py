@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, get_scheduler, set_s
 from trl import DPOConfig, SFTConfig
 
 from longctx_patch.health.finite import BadStepError
-from longctx_patch.health.sentinel import DriftError
+from longctx_patch.hf.sentinel import DriftError
 from longctx_patch.recipes import finetune
 from longctx_patch.recipes.metrics import read_metrics, strict_line
 from longctx_patch.recipes.settings import Settings

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longctx_patch.health.sentinel import BOUNDS, DriftError, Sentinel
+from longctx_patch.hf.sentinel import BOUNDS, DriftError, Sentinel
 from longctx_patch.trainer.watching import SentinelCallback, first_document
 from tests.plugin.launched import run_launched
 from tests.trainer.trained import Case, make_trainer, model_of, numbers, weights_of

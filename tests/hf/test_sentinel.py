@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from longctx_patch import LongContextConfig, make_accelerator, patch
-from longctx_patch.health.sentinel import BOUNDS, TOKENS, DriftError, Sentinel
+from longctx_patch.hf.sentinel import BOUNDS, TOKENS, DriftError, Sentinel
 from tests.hf.tiny import featured_model, token_rows
 from tests.plugin.launched import run_launched, sharding_on_cpus
 from tests.plugin.sharded import bits, whole
