@@ -83,6 +83,9 @@ PLACES_OF_KIND: dict[tuple[Kind, Place], str] = {
         for place in get_args(Place)
         if kind in SIGNALS and place in ("save", "writing")
     },
+    # The launcher's signal may end the others before they say where they were.
+    ("kill", "final"): rf"{PLACES['final']}|was ended by SIGKILL",
+    ("terminate", "final"): rf"{PLACES['final']}|was ended by SIGTERM",
 }
 
 
