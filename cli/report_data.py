@@ -8,7 +8,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from longctx_patch.checkpoints.series import FLIGHT
 from longctx_patch.recipes.metrics import METRICS_FILE, whole_lines
 from longctx_patch.recipes.run_record import FAILURE_FILE, SETTINGS_FILES
 from longctx_patch.recipes.yaml_file import read_yaml
@@ -189,6 +188,8 @@ def _changed(asked: Mapping[str, Any], recorded: Mapping[str, Any]) -> str:
 
 def _flights(output: Path) -> list[str]:
     """What ranks of a job that hung have left: where each was."""
+    from longctx_patch.checkpoints.series import FLIGHT  # with torch, which takes seconds
+
     records = [_json(path) for path in sorted((output / FLIGHT).glob("rank_*.json"))]
     return [
         f"flight record of rank {record.get('rank')}: {record.get('reason')}"

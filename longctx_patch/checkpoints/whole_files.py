@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from longctx_patch.plugin.together import of_all_ranks, own_rank
-
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file under another name, sync it, and give it its name: readers see all or nothing.
@@ -39,6 +37,8 @@ def replaced(folder: Path) -> Iterator[Path]:
 
     Every process calls this, and writes what it has to.
     """
+    from longctx_patch.plugin.together import of_all_ranks, own_rank  # with torch, seconds
+
     beside = folder.with_name(f"{folder.name}.incomplete")
     if own_rank() == 0:
         _remove(beside)  # of a run that was ended while it wrote
