@@ -247,6 +247,9 @@ def _start(launch_file: Path, recipe: str, options: list[str], *, forks: bool) -
     arguments = launch_command_parser().parse_args(
         [*given, script, str(os.getpid()), recipe, *options]
     )
+    from longctx_patch.cli.loopback import register_loopback
+
+    arguments.rdzv_backend, arguments.rdzv_endpoint = register_loopback(), "127.0.0.1"
     arguments.run_path = True  # torch then runs the script in children of this process
     arguments.start_method = "fork" if forks else "spawn"
     arguments.signals_to_handle = LEFT_TO_TORCH

@@ -8,7 +8,7 @@ import re
 import shlex
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from tests.launching import run_longctx, start_forked, start_longctx
 
 def launch_slowly(folder: Path) -> None:
     """Start the run folder with a pause after each fork, and note when processes are forked and
-    connect."""
+    connect, and on which addresses the launcher's store listens."""
     os.chdir(folder)
     launcher, connect = os.getpid(), dist.init_process_group
 
@@ -46,8 +46,15 @@ def launch_slowly(folder: Path) -> None:
             note("forked")
             time.sleep(3)
 
+    def listening(port: int) -> Iterator[str]:
+        for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+            for _, place, _, state, *_ in map(str.split, Path(table).read_text().splitlines()):
+                if state == "0A" and place.endswith(f":{port:04X}"):
+                    yield place[:-5]
+
     def noted(*given: Any, **more: Any) -> None:
         note("connects")
+        note(" ".join(listening(int(os.environ["MASTER_PORT"]))))
         connect(*given, **more)
 
     os.register_at_fork(after_in_parent=forked)
@@ -86,6 +93,8 @@ def test_no_process_connects_while_others_are_still_to_be_forked(folder: Path) -
     forked, connected = ([t for kind, t in noted if kind == k] for k in ("forked", "connects"))
     assert len(forked) == len(connected) == 2
     assert min(connected) > max(forked)
+    # Nor does that store listen on more than this machine's loopback.
+    assert {kind for kind, _ in noted} == {"forked", "connects", "0100007F"}
 
 
 def test_a_refusal_is_one_message(folder: Path) -> None:
