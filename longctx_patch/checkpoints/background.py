@@ -3,7 +3,7 @@
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from types import TracebackType
@@ -199,6 +199,11 @@ class Background:
 def bytes_here(tensors: Any) -> int:
     """What a copy of this rank's parts of all tensors in lists and dicts takes."""
     return sum(own_part(leaf).nbytes for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor))
+
+
+def whole_bytes(weights: Mapping[str, Tensor]) -> int:
+    """What a file of whole weights takes, which safetensors makes in memory before it writes it."""
+    return sum(weight.numel() * weight.dtype.itemsize for weight in weights.values())
 
 
 class Copier:

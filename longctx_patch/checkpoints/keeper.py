@@ -15,7 +15,7 @@ from longctx_patch.health.replicas import ReplicaCheck
 from longctx_patch.health.weights import check_saved_weights
 from longctx_patch.plugin.together import own_rank
 
-from .background import BesideTraining
+from .background import BesideTraining, whole_bytes
 from .series import Retention, Series, delete_old
 from .train_state import Snapshot, TrainState, WriteModel, shared_snapshot, write_checkpoint
 
@@ -110,9 +110,8 @@ class Keeper:
         """On the host, where it has room: for rank 0's file of the whole model too."""
         if self._beside is None:
             return None
-        weights = snapshot.tensors["model"].values() if own_rank() == 0 else ()
-        whole = sum(weight.numel() * weight.dtype.itemsize for weight in weights)
-        tensors = self._beside.copied(snapshot.tensors, whole)
+        weights = snapshot.tensors["model"] if own_rank() == 0 else {}
+        tensors = self._beside.copied(snapshot.tensors, whole_bytes(weights))
         return None if tensors is None else dataclasses.replace(snapshot, tensors=tensors)
 
     def _write(self, snapshot: Snapshot, folder: Path, group: ProcessGroup | None = None) -> None:

@@ -23,7 +23,7 @@ from longctx_patch.health.finite import StepHistory
 from longctx_patch.plugin.together import of_all_ranks, own_rank
 
 from .manifest import begin, seal
-from .plain_pickle import load_plain
+from .plain_pickle import MetadataReader, load_plain
 from .series import clear
 from .states import write_states
 
@@ -97,7 +97,7 @@ def write_checkpoint(
     write_states(snapshot.tensors, states, group)
     save_file(snapshot.random, folder / _random_file(own_rank()))
     if is_main:
-        write_model(folder / "model", read_whole_weights(snapshot.tensors["model"], states))
+        write_model(folder / "model", read_whole_weights(snapshot.tensors["model"], states, {}))
         (folder / SCHEDULER_FILE).write_text(snapshot.scheduler, encoding="utf-8")
         write_run(folder, snapshot.step, run, history=snapshot.history)
     seal(folder, group)
@@ -131,30 +131,59 @@ def load_checkpoint(state: TrainState, folder: Path) -> None:
     state.history = StepHistory(num_skipped=run.get("history", {}).get("num_skipped", 0))
 
 
-def tensors_of(model: Any, optimizer: Any) -> dict[str, Any]:
-    """Trained weights and the optimizer's states by name, as torch's distributed checkpoints take
-    them: so one holds for DDP, FSDP2 and any number of processes."""
-    options = StateDictOptions(ignore_frozen_params=True)
+def tensors_of(model: Any, optimizer: Any, *, frozen: bool = False) -> dict[str, Any]:
+    """Weights and the optimizer's states by name, as torch's distributed checkpoints take them: so
+    one holds for DDP, FSDP2 and any number of processes. `frozen`: frozen weights as well."""
+    options = StateDictOptions(ignore_frozen_params=not frozen)
     states = get_optimizer_state_dict(model, _plain(optimizer), options=options)
+    return {"model": weights_of(model, frozen=frozen), "optimizer": states}
+
+
+def weights_of(model: Any, *, frozen: bool = False, whole: bool = False) -> dict[str, Any]:
+    """Weights by name; `whole`: those of all ranks, on the host of rank 0, which all ranks ask."""
+    options = StateDictOptions(
+        full_state_dict=whole, cpu_offload=whole, ignore_frozen_params=not frozen
+    )
     weights = get_model_state_dict(model, options=options)
-    return {"model": without_frozen(weights, model), "optimizer": states}
+    return weights if frozen else without_frozen(weights, model)
 
 
-def load_tensors(model: Any, optimizer: Any, states: Path) -> None:
+def load_tensors(model: Any, optimizer: Any, states: Path, *, frozen: bool = False) -> None:
     """Load what `tensors_of` gave from the folder in which it was written; every process calls
     this."""
-    content = tensors_of(model, optimizer)
+    content = tensors_of(model, optimizer, frozen=frozen)
+    _leave_out_unsaved(content["optimizer"]["state"], states)
     load_plain(content, states)
-    options = StateDictOptions(ignore_frozen_params=True, strict=False)
+    options = StateDictOptions(ignore_frozen_params=not frozen, strict=False)
     set_model_state_dict(model, content["model"], options=options)
     set_optimizer_state_dict(model, _plain(optimizer), content["optimizer"], options=options)
 
 
-def read_whole_weights(like: Mapping[str, Tensor], states: Path) -> dict[str, Tensor]:
-    """The weights of all ranks, on the host of this one, from what they have written."""
+def load_weights(model: Any, states: Path, *, frozen: bool = False) -> None:
+    """Load the weights alone; every process calls this."""
+    content = {"model": weights_of(model, frozen=frozen)}
+    load_plain(content, states)
+    options = StateDictOptions(ignore_frozen_params=not frozen, strict=False)
+    set_model_state_dict(model, content["model"], options=options)
+
+
+def read_whole_weights(
+    like: Mapping[str, Tensor], states: Path, tied: Mapping[str, str]
+) -> dict[str, Tensor]:
+    """The weights of all ranks, on the host of this one, from what they have written. `tied`: names
+    of a weight that another one is too, by which it is one tensor."""
     weights = {name: torch.empty(part.shape, dtype=part.dtype) for name, part in like.items()}
     load_plain({"model": weights}, states, alone=True)
-    return weights
+    return weights | {name: weights[of] for name, of in tied.items() if {name, of} <= {*weights}}
+
+
+def _leave_out_unsaved(states: dict[str, Any], folder: Path) -> None:
+    """Leave out states that were not saved, of weights that no step has reached, such as those of
+    an expert: torch makes them for all weights."""
+    saved = MetadataReader(folder).read_metadata().state_dict_metadata
+    for name in [*states]:
+        if not any(f"optimizer.state.{name}.{kind}" in saved for kind in states[name]):
+            del states[name]
 
 
 def without_frozen(weights: dict[str, Any], model: Any) -> dict[str, Any]:

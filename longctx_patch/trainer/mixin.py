@@ -73,6 +73,7 @@ from longctx_patch.trainer.refusals import (
     trainer_problems,
 )
 from longctx_patch.trainer.router_loss import leave_out_missing_router_loss, router_problems
+from longctx_patch.trainer.saved_states import has_states
 from longctx_patch.trainer.sealing import SealedCheckpointsMixin, kept_problems
 from longctx_patch.trainer.seeds import seeded_by_group
 from longctx_patch.trainer.watching import HealthCallback, SentinelCallback, WatchedMixin
@@ -334,8 +335,9 @@ class LongContextTrainerMixin(
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        is_fsdp = self.is_fsdp_enabled
-        refuse_together(format_problems(resume_from_checkpoint, is_fsdp=is_fsdp))
+        if not has_states(resume_from_checkpoint):
+            is_fsdp = self.is_fsdp_enabled
+            refuse_together(format_problems(resume_from_checkpoint, is_fsdp=is_fsdp))
         refuse_together(resume_problems(resume_from_checkpoint, self._record()))
         if self.is_world_process_zero():
             log_changes(resume_from_checkpoint, self._record())

@@ -30,13 +30,13 @@ from longctx_patch.checkpoints.series import (
 )
 from longctx_patch.health.watchdog import Watchdog
 from longctx_patch.plugin.together import of_all_ranks, own_rank, refuse_together
-from longctx_patch.trainer.late_writes import LateWritesMixin, Write, beside_training
 from longctx_patch.trainer.record import promises_manifest
+from longctx_patch.trainer.saved_states import SavedStatesMixin, Write, beside_training
 
 logger = logging.getLogger(__name__)
 
 
-class SealedCheckpointsMixin(LateWritesMixin):
+class SealedCheckpointsMixin(SavedStatesMixin):
     """The overrides that seal checkpoints, and check the one that a run goes on from."""
 
     _watchdog: Watchdog | None
@@ -83,7 +83,8 @@ class SealedCheckpointsMixin(LateWritesMixin):
         try:
             super()._save_checkpoint(model, trial)
         except BaseException:
-            self._saving = self._copies = None
+            self._saving = None
+            self._forget_states()
             raise
         finally:
             self.args.save_total_limit = limit
@@ -91,15 +92,18 @@ class SealedCheckpointsMixin(LateWritesMixin):
             self._seal()
             self._settle_saving()
 
-    def save_model(self, *args: Any, **kwargs: Any) -> None:
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if self._saving is not None and not self._has_begun:
             if own_rank() == 0:
                 keep_others(self._saving, self._say)
                 begin(self._saving)
             of_all_ranks(None)  # nobody writes into what is the user's
             self._has_begun = True
-            self._copy_states()
-        super().save_model(*args, **kwargs)
+            self._take_states()
+        if self._saving is None or not self.is_fsdp_enabled:
+            super().save_model(output_dir, _internal_call)
+        elif self.args.should_save:  # transformers would gather all weights, or write none
+            self._save(output_dir)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         self._upload_waits = self._saving is not None
@@ -113,7 +117,8 @@ class SealedCheckpointsMixin(LateWritesMixin):
         try:
             super()._maybe_log_save_evaluate(*args, **kwargs)
         except BaseException:
-            self._saving = self._copies = None
+            self._saving = None
+            self._forget_states()
             raise
         finally:
             self._callbacks_follow = False
@@ -123,8 +128,9 @@ class SealedCheckpointsMixin(LateWritesMixin):
     def _seal(self) -> None:
         folder, self._saving = self._saving, None
         assert folder is not None
-        if self._copies is not None and self._beside is not None:
-            late, self._copies, self._late = self._late, None, []
+        late, is_late = self._late, self._is_late
+        self._forget_states()
+        if is_late and self._beside is not None:
             return self._beside.start(folder.name, partial(self._complete, folder, late))
         if self._watchdog is not None:
             self._watchdog.enter("save")

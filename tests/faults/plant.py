@@ -16,12 +16,12 @@ from typing import Any, Literal, get_args
 
 import torch
 from accelerate import Accelerator
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import Trainer
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from longctx_patch.checkpoints.background import BesideTraining
+from longctx_patch.checkpoints.keeper import Keeper
 
 Kind = Literal[
     "kill",
@@ -146,7 +146,7 @@ def plant(fault: Fault) -> None:
     it = _Planted(fault)
     _wrap_prepare(it)
     _before(Accelerator, "unwrap_model", lambda *_: it.strike_at("final"))
-    _before(FileSystemWriter, "write_data", lambda *_: _save(it))
+    _before(Keeper, "_write", lambda *_: _save(it))
     _before(Trainer, "_save_rng_state", lambda *_: _save(it))
     _wrap_writing(it)
     _wrap_mlp(it)

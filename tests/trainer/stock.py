@@ -26,7 +26,7 @@ class Stock:
         self.save_model()
         self._push_from_checkpoint(str(self._saving))  # type: ignore[attr-defined]
 
-    def save_model(self) -> None:
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Nothing calls a folder whole into which somebody writes."""
         folder = self._saving  # type: ignore[attr-defined]
         self.pushed.append(f"begins: {(folder / MANIFEST).is_file()}")
@@ -37,12 +37,17 @@ class Stock:
 
 class Trained(SealedCheckpointsMixin, Stock):
     _watchdog = None
+    is_fsdp_enabled = False
 
     def __init__(self, output: Path, best: str | None, **args: Any) -> None:
         given = {"save_total_limit": None, "save_on_each_node": False} | args
         self.args = SimpleNamespace(output_dir=str(output), **given)
         self.state = SimpleNamespace(best_model_checkpoint=best, global_step=2)
         self.pushed = []
+
+    def _take_states(self) -> None:
+        """There is nothing to train."""
+        self._late = []
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self.args.output_dir)

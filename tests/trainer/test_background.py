@@ -24,7 +24,7 @@ from longctx_patch.checkpoints import background
 from longctx_patch.checkpoints.manifest import MANIFEST, problems_of
 from longctx_patch.checkpoints.plain_pickle import METADATA
 from longctx_patch.trainer import sealing
-from longctx_patch.trainer.late_writes import reasons_to_wait
+from longctx_patch.trainer.saved_states import STATES, reasons_to_wait
 from longctx_patch.trainer.watching import HealthCallback
 from tests.plugin.launched import run_launched, sharding_on_cpus
 from tests.trainer.trained import Case, arguments, model_of, padded, rows, weights_of
@@ -173,7 +173,7 @@ def over_ddp(folder: str) -> dict[str, Any]:
     out, found = Path(folder), dict[str, Any]()
     wanted = trained(out / "waited", late=False)
     late, found["before"] = saved_late(out / "late")
-    found["trained"] = same(late, wanted)
+    found["trained"], found["weights"] = same(late, wanted), wanted
     found["ended"] = ends(out / "ended")
     found["resumed"] = same(found["ended"].pop("weights"), wanted)
     found["best"], _ = saved_late(out / "best", case_of(**BEST))
@@ -183,7 +183,7 @@ def over_ddp(folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(300)
-def test_under_ddp(tmp_path: Path) -> None:
+def test_under_ddp_and_fsdp2(tmp_path: Path) -> None:
     by_rank = run_launched(over_ddp, 2, str(tmp_path))
     for found in by_rank:
         assert found["before"] == []
@@ -210,6 +210,30 @@ def test_under_ddp(tmp_path: Path) -> None:
     assert said[0] == "training waits while checkpoints are written: Reads.on_save may read them."
     assert "GiB of host memory and has 0.0." in said[1]
     assert len(said) == 2
+    check_fsdp2(tmp_path, by_rank[0]["weights"])
+
+
+def check_fsdp2(folder: Path, of_ddp: dict[str, Tensor]) -> None:
+    """Under FSDP2, and from one to the other."""
+    late, out = folder / "late" / "checkpoint-2", folder / "fsdp2"
+    by_rank = run_launched(over_fsdp2, 2, str(out), str(late))
+    on_two, _ = run_launched(of_fsdp2, 2, str(out), 2)
+    (alone,) = run_launched(of_fsdp2, 1, str(out), 1)
+    for found in by_rank:
+        assert found["whole"]
+        assert found["lora"]
+        assert same(found["of ddp"], of_ddp)
+    for name in ("whole", "lora"):
+        check_same_files(*(out / name / each / "checkpoint-2" for each in ("late", "waited")))
+    wanted = by_rank[0]["whole trained"]
+    assert same(on_two, wanted)
+    torch.testing.assert_close(alone, wanted, rtol=1e-5, atol=1e-6)
+    last = load_file(out / "whole" / "late" / "checkpoint-4" / "model.safetensors")
+    assert last.keys() == wanted.keys() - {"lm_head.weight"}  # tied: it is saved once
+    assert all(torch.equal(weight, wanted[name]) for name, weight in last.items())
+    adapter = load_file(out / "lora" / "late" / "checkpoint-4" / "adapter_model.safetensors")
+    trained = {n: w for n, w in by_rank[0]["lora trained"].items() if "lora_" in n}
+    assert sorted(map(str, adapter.values())) == sorted(map(str, trained.values()))
 
 
 def check_same_files(late: Path, waited: Path) -> None:
@@ -217,7 +241,7 @@ def check_same_files(late: Path, waited: Path) -> None:
     assert problems_of(late) == []
     names = {path.name for path in waited.iterdir()}
     assert {path.name for path in late.iterdir()} == names
-    assert "optimizer.pt" in names or (late / "optimizer_0" / METADATA).is_file()
+    assert (late / STATES / METADATA).is_file()
     for path in sorted(waited.iterdir()):
         other = late / path.name
         if path.is_dir():
@@ -243,9 +267,9 @@ def assert_equal(one: Any, other: Any) -> None:
         assert is_same
 
 
-def over_fsdp2(folder: str) -> dict[str, bool]:
+def over_fsdp2(folder: str, of_ddp: str) -> dict[str, Any]:
     """Weights that are sharded, all of them and an adapter's."""
-    out, found = Path(folder), dict[str, bool]()
+    out, found = Path(folder), dict[str, Any]()
     with sharding_on_cpus():
         sharding = {"fsdp": True, "fsdp_config": SHARDED}
         axis = trainer_parallelism(LongContextConfig(**RING), 2)
@@ -257,15 +281,15 @@ def over_fsdp2(folder: str) -> dict[str, bool]:
             checkpoint = str(out / name / "late" / "checkpoint-2")
             resumed = trained(out / name / "on", checkpoint, case)
             found[name] = same(late, wanted) and same(resumed, wanted) and not before
+            found[f"{name} trained"] = wanted
+        found["of ddp"] = trained(out / "of_ddp", of_ddp, whole)
     return found
 
 
-@pytest.mark.timeout(300)
-def test_under_fsdp2(tmp_path: Path) -> None:
-    assert run_launched(over_fsdp2, 2, str(tmp_path)) == [{"whole": True, "lora": True}] * 2
-    for name in ("whole", "lora"):
-        late, waited = (tmp_path / name / each / "checkpoint-2" for each in ("late", "waited"))
-        check_same_files(late, waited)
+def of_fsdp2(folder: str, world: int) -> dict[str, Tensor]:
+    """One process, or two under DDP, go on from what two have sharded."""
+    case = replace(CASE, config=RING if world == 2 else {})
+    return trained(Path(folder) / f"of_{world}", f"{folder}/whole/late/checkpoint-2", case)
 
 
 class Own(LongContextTrainer):
@@ -278,24 +302,15 @@ def reason(
 ) -> str:
     """Why such a trainer waits for its checkpoints."""
     trainer: Any = kind.__new__(kind)
-    usual = {"push_to_hub": False, "hub_strategy": "every_save", "fsdp": None}
-    given = usual | changes
-    trainer.args = SimpleNamespace(**given)
-    state = SimpleNamespace(fsdp_plugin=given["fsdp"])
-    trainer.accelerator = SimpleNamespace(state=state)
+    usual = {"push_to_hub": False, "hub_strategy": "every_save"}
+    trainer.args = SimpleNamespace(**usual | changes)
     callbacks = [HealthCallback(trainer, None), *([callback] if callback else [])]
     trainer.callback_handler = SimpleNamespace(callbacks=callbacks)
     return next(reasons_to_wait(trainer), "")
 
 
-def sharded_as(name: str) -> Any:
-    return SimpleNamespace(state_dict_type=SimpleNamespace(name=name))
-
-
 def test_who_may_look_into_a_checkpoint_gets_a_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not reason()
-    assert not reason(fsdp=sharded_as("SHARDED_STATE_DICT"))
-    assert "has rank 0 gather" in reason(fsdp=sharded_as("FULL_STATE_DICT"))
     assert "hub_strategy='every_save' uploads each" in reason(push_to_hub=True)
     assert not reason(push_to_hub=True, hub_strategy="end")
     assert "Own.save_model may read" in reason(Own)

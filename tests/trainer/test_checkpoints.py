@@ -62,6 +62,13 @@ def runs(folder: str, is_patched: bool, checkpoints: list[str | None]) -> list[T
     ]
 
 
+def from_both(folder: str, ours: str, stocks: str) -> Trained:
+    """A stock trainer can't go on from ours, which it says rather than begin a new optimizer."""
+    with pytest.raises(FileNotFoundError, match=r"optimizer\.pt"):
+        run(f"{folder}/ours", False, ours)
+    return run(f"{folder}/stocks", False, stocks)
+
+
 def saved(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text())
 
@@ -71,7 +78,7 @@ def test_runs_resume_at_the_same_degree_and_at_another(tmp_path: Path) -> None:
     first = "0/checkpoint-4"
     ((whole,),) = run_launched(runs, 1, one, False, [None])
     by_rank = run_launched(runs, 2, two, True, [None, f"{two}/{first}", f"{one}/{first}"])
-    ((resumed,),) = run_launched(runs, 1, back, False, [f"{two}/{first}"])
+    (resumed,) = run_launched(from_both, 1, back, f"{two}/{first}", f"{one}/{first}")
     for best, same, other in by_rank:
         assert not complaints(best, whole)
         assert best.evaluated == {"step": 4}  # of 12
@@ -84,9 +91,10 @@ def test_runs_resume_at_the_same_degree_and_at_another(tmp_path: Path) -> None:
 
 def check_files(stock: Path, ours: Path) -> None:
     """Stock files, of which nothing says that the model was patched, and ours beside them."""
-    names = {path.name for path in ours.iterdir()} - {path.name for path in stock.iterdir()}
-    random = {"rng_state_0.pth", "rng_state_1.pth"}
-    assert names == {".begun", "longctx.json", "manifest.json", *random}
+    names = {path.name for path in ours.iterdir()} ^ {path.name for path in stock.iterdir()}
+    random = {"rng_state.pth", "rng_state_0.pth", "rng_state_1.pth"}
+    states = {"optimizer.pt", "optimizer_state"}
+    assert names == {".begun", "longctx.json", "manifest.json", *random, *states}
     assert saved(ours) == saved(stock)
     record = json.loads((ours / "longctx.json").read_text())
     assert record["sequence_degree"] == record["num_processes"] == 2

@@ -99,7 +99,7 @@ def goes_on(folder: str) -> dict[str, Any]:
         stack.enter_context(patch.object(sealing.logger, "warning", lambda _, t: said.append(t)))
         on_main(lambda: noted(out / "b" / "checkpoint-4"))
         found["from 2"] = trained(str(out / "b"), str(out / "a" / "checkpoint-2"))
-        on_main(lambda: flipped(out / "a" / "checkpoint-6" / "optimizer.pt"))
+        on_main(lambda: flipped(out / "a" / "checkpoint-6" / "optimizer_state/__0_0.distcp"))
         found["damaged"] = refused("c", str(out / "a" / "checkpoint-6"))
         found["as it was"] = (out / "a" / "checkpoint-6").is_dir()
         found["newest"] = trained(str(out / "a"), True)
@@ -133,10 +133,13 @@ def test_a_run_goes_on_from_what_is_whole_alone(tmp_path: Path) -> None:
         ["checkpoint-2", "checkpoint-4", "checkpoint-6"],
     ]
     assert first["problems"] == []
-    ours = {"theirs.pt", "longctx.json", "rng_state_1.pth", "optimizer.pt"}
+    ours = {"theirs.pt", "longctx.json", "rng_state_1.pth", "optimizer_state/__0_0.distcp"}
     assert ours < set(first["files"])
     folder = tmp_path / "a"
-    assert f"{folder / 'checkpoint-6'} is not whole: optimizer.pt is damaged" in first["damaged"]
+    assert (
+        f"{folder / 'checkpoint-6'} is not whole: optimizer_state/__0_0.distcp is damaged"
+        in first["damaged"]
+    )
     newest = f"The newest whole one is {folder / 'checkpoint-4'}: train(resume_from_checkpoint="
     assert newest in first["damaged"]
     assert first["as it was"]
@@ -149,7 +152,9 @@ def test_a_run_goes_on_from_what_is_whole_alone(tmp_path: Path) -> None:
     kept = [path.name for path in place.with_name("checkpoint-4.kept").iterdir()]
     assert kept == ["notes.txt"]  # not marked as ours, by which it might be deleted
     assert problems_of(place) == []
-    assert damaged.startswith(f"a checkpoint is damaged: {folder / 'checkpoint-6'}: optimizer.pt")
+    assert damaged.startswith(
+        f"a checkpoint is damaged: {folder / 'checkpoint-6'}: optimizer_state/"
+    )
     assert name == f"going on from {folder / 'checkpoint-4'}, in which every file is whole"
     assert going == f"resume_from_checkpoint=True: going on from {folder / 'checkpoint-4'}"
     assert f"{MANIFEST} is missing: it was not saved to the end" in first["unsealed"]
@@ -254,13 +259,13 @@ def check_damage(checkpoint: Path) -> None:
     """Every file of a trainer's checkpoint, cut, flipped and deleted, is named."""
     assert sealing._problems(checkpoint) == []
     paths = [path for path in checkpoint.rglob("*") if path.is_file() and path.name != BEGUN]
-    assert {"model.safetensors", "optimizer.pt", MANIFEST, RECORD} < {p.name for p in paths}
+    assert {"model.safetensors", ".metadata", MANIFEST, RECORD} < {p.name for p in paths}
     for path in paths:
         content = path.read_bytes()
         for damage in (lambda p: p.write_bytes(p.read_bytes()[:-1]), flipped, Path.unlink):
             damage(path)
             (problem,) = sealing._problems(checkpoint)
-            assert problem.startswith(path.name)
+            assert problem.startswith(path.relative_to(checkpoint).as_posix())
             path.write_bytes(content)
     assert sealing._problems(checkpoint) == []
 
