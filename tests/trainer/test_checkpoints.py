@@ -89,6 +89,22 @@ def test_runs_resume_at_the_same_degree_and_at_another(tmp_path: Path) -> None:
     check_files(tmp_path / "one" / first, tmp_path / "two" / first)
 
 
+@pytest.mark.parametrize("optim", ["sgd", "adafactor", "adamw_8bit"])
+def test_any_optimizers_states_go_on(optim: str, tmp_path: Path) -> None:
+    """Of torch's, transformers' and bitsandbytes' optimizers: none, factored, and of 8 bits."""
+    more = {"max_steps": 4, "optim": optim, "save_strategy": "steps", "save_steps": 2}
+    case = Case("", arguments=more | {"learning_rate": 1e-3})
+    logged = []
+    for checkpoint in (None, str(tmp_path / "checkpoint-2")):
+        trainer = make_trainer(case, tmp_path, is_patched=True)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        logged.append(
+            [numbers(line)["loss"] for line in trainer.state.log_history if "loss" in line]
+        )
+        logged[-1].append(weights_of(trainer.model)["model.embed_tokens.weight"].sum().item())
+    assert logged[0] == logged[1]
+
+
 def check_files(stock: Path, ours: Path) -> None:
     """Stock files, of which nothing says that the model was patched, and ours beside them."""
     names = {path.name for path in ours.iterdir()} ^ {path.name for path in stock.iterdir()}
