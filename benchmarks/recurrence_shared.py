@@ -26,9 +26,9 @@ from recurrence import LAYERS, Layer, make_recurrence
 from report import Column, heading, number, spread, table, write_lines
 from torch import Tensor
 
+from longctx_patch.engine.chain.chain_run import ChainRun, checked_chain
 from longctx_patch.engine.chain.delta_rule import DeltaRule
 from longctx_patch.engine.chain.recurrence import Recurrence, run_recurrence
-from longctx_patch.engine.chain.run import ChainRun, checked_chain
 from longctx_patch.engine.recurrent_heads import checked_heads, run_over_heads
 from longctx_patch.engine.ulysses import Resharder
 from longctx_patch.sequence.documents import Documents

@@ -6,7 +6,7 @@ from itertools import islice
 from typing import Any, Literal, NamedTuple, get_args
 
 from longctx_patch.cli.patch_options import PatchOptions
-from longctx_patch.recipes.data.evaluation import check_evaluation
+from longctx_patch.recipes.data.held_out import check_evaluation
 from longctx_patch.recipes.data.losses import EMPTY, Losses
 from longctx_patch.recipes.data.readers import records_of
 from longctx_patch.recipes.data.reading import Reading

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         virtual_group,
         world_place,
     )
-    from longctx_patch.evaluation.evaluate import ContextEvaluation, evaluate_context
+    from longctx_patch.evaluation.context_evaluation import ContextEvaluation, evaluate_context
     from longctx_patch.evaluation.scores import ContextScores, compare_scores
     from longctx_patch.families.checks import UnsupportedModelError
     from longctx_patch.families.rope import scale_rope
@@ -73,7 +73,7 @@ _NAMES_IN = {
     "config": ("LongContextConfig",),
     "data": ("SequenceShardCollator", "pack_rows"),
     "engine.groups": ("SequenceGroup", "make_sequence_group", "virtual_group", "world_place"),
-    "evaluation.evaluate": ("ContextEvaluation", "evaluate_context"),
+    "evaluation.context_evaluation": ("ContextEvaluation", "evaluate_context"),
     "evaluation.scores": ("ContextScores", "compare_scores"),
     "health.agreement": ("model_facts", "require_agreement"),
     "health.finite": ("BadStepError", "FiniteSteps", "StepHistory", "StepNumbers"),

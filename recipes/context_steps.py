@@ -4,7 +4,7 @@ with all cells into `eval/step-N/scores.json` of the output."""
 from pathlib import Path
 from typing import Any
 
-from longctx_patch.evaluation.evaluate import ContextEvaluation, PreparedEvaluation
+from longctx_patch.evaluation.context_evaluation import ContextEvaluation, PreparedEvaluation
 from longctx_patch.evaluation.scores import ContextScores
 from longctx_patch.hf.handle import PatchHandle
 from longctx_patch.plugin.together import own_rank

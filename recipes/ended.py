@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from longctx_patch.checkpoints.fingerprint import Change, Fingerprint, changes, plain
-from longctx_patch.checkpoints.run_folder import Output
+from longctx_patch.checkpoints.output_folder import Output
 from longctx_patch.plugin.together import of_all_ranks, own_rank, refuse_together
 from longctx_patch.recipes.identity import defaults_of
 from longctx_patch.recipes.run_record import ended_record

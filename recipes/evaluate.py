@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from longctx_patch import patch
 from longctx_patch.checkpoints.whole_files import write_whole
-from longctx_patch.evaluation.evaluate import ContextEvaluation, evaluate_context
+from longctx_patch.evaluation.context_evaluation import ContextEvaluation, evaluate_context
 from longctx_patch.evaluation.tasks import TASKS, Sources, make_samples, read_questions
 from longctx_patch.plugin import close_accelerator, make_accelerator
 from longctx_patch.plugin.accelerator import shard_frozen

@@ -29,7 +29,7 @@ from longctx_patch import PatchHandle, patch
 from longctx_patch.checkpoints import lock
 from longctx_patch.checkpoints.disk import explained_disk
 from longctx_patch.checkpoints.keeper import Keeper
-from longctx_patch.checkpoints.run_folder import Output, make_output
+from longctx_patch.checkpoints.output_folder import Output, make_output
 from longctx_patch.checkpoints.series import FLIGHT, Retention, steps_of
 from longctx_patch.checkpoints.signals import StopSignals
 from longctx_patch.checkpoints.train_state import TrainState, load_checkpoint

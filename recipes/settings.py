@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from longctx_patch.checkpoints.run_folder import ResumeName, resume_name
+from longctx_patch.checkpoints.output_folder import ResumeName, resume_name
 from longctx_patch.config import LongContextConfig
 from longctx_patch.evaluation.tasks import TASKS
 from longctx_patch.health.finite import check_guard_settings

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from longctx_patch.recipes.data.evaluation import check_evaluation
+from longctx_patch.recipes.data.held_out import check_evaluation
 from longctx_patch.recipes.data.losses import Losses
 from longctx_patch.recipes.data.records import NoRecords
 from longctx_patch.recipes.data.shared_arrays import Arrays, shared_arrays

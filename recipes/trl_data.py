@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from datasets import concatenate_datasets
 
 from longctx_patch.recipes import models
-from longctx_patch.recipes.data.evaluation import check_evaluation
+from longctx_patch.recipes.data.held_out import check_evaluation
 from longctx_patch.recipes.data.losses import Losses, say_losses
 from longctx_patch.recipes.data.readers import records_of
 from longctx_patch.recipes.data.reading import Reading

@@ -15,7 +15,7 @@ from transformers import EarlyStoppingCallback
 
 from longctx_patch.checkpoints import lock
 from longctx_patch.checkpoints.disk import explained_disk
-from longctx_patch.checkpoints.run_folder import make_output
+from longctx_patch.checkpoints.output_folder import make_output
 from longctx_patch.checkpoints.series import FLIGHT, trainer_checkpoints_of
 from longctx_patch.checkpoints.signals import StopSignals
 from longctx_patch.families.load_config import is_bare_config

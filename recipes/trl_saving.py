@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from longctx_patch.checkpoints.run_folder import Output
+from longctx_patch.checkpoints.output_folder import Output
 from longctx_patch.checkpoints.series import trainer_checkpoints_of
 from longctx_patch.checkpoints.signals import Agreement, StopSignals
 from longctx_patch.checkpoints.train_state import write_run

@@ -13,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from trl import TrlParser
 
-from longctx_patch.checkpoints.run_folder import ResumeName, resume_name
+from longctx_patch.checkpoints.output_folder import ResumeName, resume_name
 from longctx_patch.config import LongContextConfig
 from longctx_patch.recipes.data.reading import TooLong
 from longctx_patch.recipes.data.unwritten import FIELDS

@@ -4,6 +4,7 @@ A room is a folder: its own modules, without those of folders below it.
 """
 
 import ast
+from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -77,6 +78,11 @@ def imports_of(path: Path) -> set[str]:
 def test_every_folder_has_a_floor() -> None:
     rooms = {room_of(path) for path in MODULES.values()}
     assert rooms == {room for floor in FLOORS for room in floor}
+
+
+def test_no_two_files_have_one_name() -> None:
+    names = Counter(path.name for path in MODULES.values())
+    assert {name for name, count in names.items() if count > 1} == {"__init__.py"}
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))

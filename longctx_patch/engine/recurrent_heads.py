@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longctx_patch.engine.chain.chain_run import ChainRun
 from longctx_patch.engine.chain.recurrence import Recurrence, run_recurrence
-from longctx_patch.engine.chain.run import ChainRun
 from longctx_patch.engine.ulysses import Resharder, join_tokens
 from longctx_patch.plans.chain import ChainTraffic
 from longctx_patch.plans.head_split import Heads, HeadSplit
 from longctx_patch.plans.recurrent import HeadTensor, heads_traffic, packets
-from longctx_patch.plans.verify.chain import verify_heads
+from longctx_patch.plans.verify.chain_proof import verify_heads
 from longctx_patch.sequence.layout import Layout
 
 _OUT = (Heads.QUERY,)

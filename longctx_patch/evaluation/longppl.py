@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longctx_patch.evaluation.rows import Batch, LabelScores, RowScorer, batch_of
+from longctx_patch.evaluation.row_scorer import Batch, LabelScores, RowScorer, batch_of
 
 ALPHA, BETA = 2.0, -2.0
 CONTEXT, STEP = 4096, 1024

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from longctx_patch.evaluation.rows import Batch
+from longctx_patch.evaluation.row_scorer import Batch
 from longctx_patch.loss.law import IGNORE_INDEX
 
 FIRST_EDGES = (0, 1024, 4096)

@@ -18,7 +18,7 @@ from itertools import accumulate
 
 import torch
 
-from longctx_patch.evaluation.rows import LabelScores, RowScorer, batch_of
+from longctx_patch.evaluation.row_scorer import LabelScores, RowScorer, batch_of
 from longctx_patch.evaluation.tasks.sample import Sample
 
 Parts = Sequence[Sequence[int]]

@@ -12,7 +12,7 @@ from longctx_patch.kernels.base import (
 )
 from longctx_patch.kernels.calls import Call, calls_of
 from longctx_patch.kernels.run import run_backward, run_forward
-from longctx_patch.kernels.select.agreement import AgreedKernels
+from longctx_patch.kernels.select.common_kernel import AgreedKernels
 from longctx_patch.kernels.select.registry import available, choose_kernel
 
 __all__ = [

@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from longctx_patch.loss.label_scores import Scores
 from longctx_patch.loss.law import IGNORE_INDEX
-from longctx_patch.loss.scores import Scores
 
 BLOCK = tl.constexpr(4096)
 """Logits that a program holds at once, 16 per thread."""

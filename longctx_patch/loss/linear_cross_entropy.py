@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longctx_patch.loss.label_scores import Scores
 from longctx_patch.loss.linear_head import CHUNK_BYTES, LinearHead
-from longctx_patch.loss.scores import Scores
 
 
 def linear_cross_entropy(

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from longctx_patch.kernels.installed import runs_triton
 from longctx_patch.loss.head_gradients import HeadGradients, Wanted
+from longctx_patch.loss.label_scores import Scores
 from longctx_patch.loss.law import IGNORE_INDEX
-from longctx_patch.loss.scores import Scores
 from longctx_patch.loss.wide_products import wide_product
 
 CHUNK_BYTES = 2 * 2**30

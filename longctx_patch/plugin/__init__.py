@@ -8,7 +8,7 @@ from longctx_patch.plugin.accelerator import (
 )
 from longctx_patch.plugin.launch_yaml import accelerate_yaml
 from longctx_patch.plugin.parallelism import SequenceParallelismConfig
-from longctx_patch.plugin.text_model import text_model
+from longctx_patch.plugin.text_only import text_model
 from longctx_patch.plugin.unread import load_sharded, unread_model
 
 __all__ = [

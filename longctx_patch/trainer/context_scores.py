@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from longctx_patch.evaluation.evaluate import ContextEvaluation, PreparedEvaluation
+from longctx_patch.evaluation.context_evaluation import ContextEvaluation, PreparedEvaluation
 from longctx_patch.evaluation.scores import ContextScores
 from longctx_patch.hf.handle import PatchHandle
 from longctx_patch.plugin.together import refuse_together

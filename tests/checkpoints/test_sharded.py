@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from longctx_patch import LongContextConfig, close_accelerator, make_accelerator
 from longctx_patch.checkpoints.keeper import Keeper
 from longctx_patch.checkpoints.manifest import MANIFEST
-from longctx_patch.checkpoints.run_folder import make_output
+from longctx_patch.checkpoints.output_folder import make_output
 from longctx_patch.checkpoints.series import Retention, steps_of
 from longctx_patch.checkpoints.states import Writer
 from longctx_patch.checkpoints.train_state import TrainState, load_checkpoint

@@ -12,7 +12,7 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from longctx_patch.evaluation.tasks.sources import NOISE
+from longctx_patch.evaluation.tasks.materials import NOISE
 
 WORDS = f"{NOISE} One of the special magic numbers for is: VAR 1234567890 = Answer: Question? " * 3
 

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from longctx_patch import LongContextConfig, patch
-from longctx_patch.evaluation.rows import RowScorer
+from longctx_patch.evaluation.row_scorer import RowScorer
 from longctx_patch.evaluation.scoring import score_samples
 from longctx_patch.evaluation.tasks import Sample, Sources, make_samples
 

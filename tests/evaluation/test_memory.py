@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from longctx_patch import LongContextConfig, PatchHandle, patch, run_virtual_ranks, virtual_group
-from longctx_patch.evaluation.rows import RowScorer, batch_of
+from longctx_patch.evaluation.row_scorer import RowScorer, batch_of
 from longctx_patch.loss import token_log_probs as tiles
 from longctx_patch.transport import VirtualTransport
 from tests.evaluation.stock import document

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from longctx_patch import LongContextConfig, patch
-from longctx_patch.evaluation.rows import RowScorer, batch_of
+from longctx_patch.evaluation.row_scorer import RowScorer, batch_of
 from longctx_patch.evaluation.scoring import sample_problems, score_samples
 from longctx_patch.evaluation.tasks.sample import Sample
 from tests.evaluation.stock import WAYS, document, on_virtual_ranks, stock_log_probs, stock_logs

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from longctx_patch import ContextEvaluation, LongContextConfig, PatchHandle, evaluate_context, patch
-from longctx_patch.evaluation import evaluate, longppl
+from longctx_patch.evaluation import context_evaluation, longppl
 from longctx_patch.evaluation.longppl import LongPPL, long_ppl, short_log_probs
 from longctx_patch.evaluation.positions import default_edges, edge_problem, loss_by_position
-from longctx_patch.evaluation.rows import Batch, RowScorer, batch_of
+from longctx_patch.evaluation.row_scorer import Batch, RowScorer, batch_of
 from tests.evaluation.stock import WAYS, document, on_virtual_ranks, stock_log_probs
 from tests.hf.tiny import featured_model
 
@@ -110,9 +110,9 @@ def test_longppl(
 def test_another_model_finds_the_key_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(longppl, "ALPHA", 0.05)
     monkeypatch.setattr(longppl, "BETA", -5.0)
-    monkeypatch.setattr(evaluate, "CONTEXT", CONTEXT)
+    monkeypatch.setattr(context_evaluation, "CONTEXT", CONTEXT)
     short = partial(short_log_probs, context=CONTEXT, step=STEP)
-    monkeypatch.setattr(evaluate, "short_log_probs", short)
+    monkeypatch.setattr(context_evaluation, "short_log_probs", short)
     judge = featured_model("llama", num_hidden_layers=3)
     wanted = longppl_by_hand(TEXTS, 0.05, -5.0, judge)
     handle, other = (patch(copy.deepcopy(m), LongContextConfig()) for m in (MODEL, judge))

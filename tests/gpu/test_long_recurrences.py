@@ -19,7 +19,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 
 from longctx_patch.engine.chain.convolution import in_pieces
 from longctx_patch.engine.chain.delta_rule import CHUNK, DeltaRule
-from longctx_patch.engine.chain.places import MOST_PLACES, MOST_UNSIGNED_PLACES
+from longctx_patch.engine.chain.extents import MOST_PLACES, MOST_UNSIGNED_PLACES
 from longctx_patch.engine.chain.recurrence import Recurrence
 from longctx_patch.engine.chain.state_space import StateSpace
 from longctx_patch.hf.model.sequence_kernels import KERNELS, runs_kernel

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longctx_patch.loss import linear_head
+from longctx_patch.loss.label_scores import Scores
 from longctx_patch.loss.linear_cross_entropy import linear_cross_entropy, linear_scores
-from longctx_patch.loss.scores import Scores
 from tests.reference import relative_error
 
 TOKENS, WIDTH, WORDS = (3, 17), 16, 41

@@ -9,7 +9,7 @@ import pytest
 from longctx_patch import LongContextConfig
 from longctx_patch.plans.chain import Chain, Needs, make_chain
 from longctx_patch.plans.traffic import Traffic
-from longctx_patch.plans.verify.chain import verify_chain, verify_needs
+from longctx_patch.plans.verify.chain_proof import verify_chain, verify_needs
 from longctx_patch.plans.verify.walk import PlanError
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.layout import Layout, contiguous, striped, zigzag

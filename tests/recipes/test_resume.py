@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, set_seed
 
 from longctx_patch.checkpoints.disk import CantWriteError
 from longctx_patch.checkpoints.manifest import BEGUN, MANIFEST, problems_of
-from longctx_patch.checkpoints.run_folder import resume_name
+from longctx_patch.checkpoints.output_folder import resume_name
 from longctx_patch.checkpoints.series import steps_of
 from longctx_patch.health.agreement import versions
 from longctx_patch.recipes import final_model, finetune, identity

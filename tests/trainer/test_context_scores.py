@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 from longctx_patch import ContextEvaluation, LongContextConfig, patch
 from longctx_patch.trainer.context_scores import PREFIX, ContextEvaluationCallback
-from tests.evaluation.test_evaluate import ASKED, stock_losses
+from tests.evaluation.test_context_evaluation import ASKED, stock_losses
 from tests.plugin.launched import run_launched
 from tests.trainer.trained import Case, make_trainer, numbers
 

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from longctx_patch.engine.chain.chain_run import ChainRun, checked_tails
+from longctx_patch.engine.chain.extents import MOST_UNSIGNED_PLACES, extent
 from longctx_patch.engine.chain.hand_over import hand_over
-from longctx_patch.engine.chain.places import MOST_UNSIGNED_PLACES, extent
-from longctx_patch.engine.chain.run import ChainRun, checked_tails
 
 Convolution = Callable[[Tensor, Tensor | None], Tensor]
 """`[B, C, L]` to `[B, C, L]`: each output is of its own token and of the `reach` tokens before it,

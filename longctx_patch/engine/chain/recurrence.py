@@ -14,8 +14,8 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+from longctx_patch.engine.chain.chain_run import ChainRun
 from longctx_patch.engine.chain.hand_over import hand_over
-from longctx_patch.engine.chain.run import ChainRun
 from longctx_patch.plans.chain import Chain
 from longctx_patch.plans.recurrent import RecurrentShape
 from longctx_patch.sequence.layout import Interval

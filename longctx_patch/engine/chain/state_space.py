@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx_patch.engine.chain.places import MOST_PLACES, extent
+from longctx_patch.engine.chain.extents import MOST_PLACES, extent
 from longctx_patch.plans.recurrent import RecurrentShape
 from longctx_patch.sequence.layout import Interval
 

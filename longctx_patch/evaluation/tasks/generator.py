@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import ClassVar
 
-from longctx_patch.evaluation.tasks.sources import Sources
+from longctx_patch.evaluation.tasks.materials import Sources
 
 NUM_TRIES = 100
 """Draws of the smallest haystack, each with other words, before a length counts as too small."""

@@ -10,13 +10,13 @@ from longctx_patch.evaluation.tasks.counted_words import (
     CommonWordGenerator,
     FrequentWordGenerator,
 )
-from longctx_patch.evaluation.tasks.documents import DocumentGenerator
+from longctx_patch.evaluation.tasks.document_questions import DocumentGenerator
 from longctx_patch.evaluation.tasks.encoder import Encoder
 from longctx_patch.evaluation.tasks.generator import Draw, Generator, Setup, too_short
+from longctx_patch.evaluation.tasks.materials import Sources
 from longctx_patch.evaluation.tasks.needles import NeedleGenerator, Needles
 from longctx_patch.evaluation.tasks.passkey import DEPTHS, TASK, passkeys
 from longctx_patch.evaluation.tasks.sample import Sample
-from longctx_patch.evaluation.tasks.sources import Sources
 from longctx_patch.evaluation.tasks.variables import VariableGenerator
 from longctx_patch.rules.names import require_choice
 

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from longctx_patch.evaluation.tasks.generator import Draw, Generator, HaystackTooSmallError, Setup
-from longctx_patch.evaluation.tasks.sources import NOISE
+from longctx_patch.evaluation.tasks.materials import NOISE
 
 Kind = Literal["numbers", "words", "uuids"]
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."

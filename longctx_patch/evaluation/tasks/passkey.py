@@ -7,8 +7,8 @@ Its parts are tokenized one by one, so the key has the same tokens at each depth
 from random import Random
 
 from longctx_patch.evaluation.tasks.encoder import Encoder
+from longctx_patch.evaluation.tasks.materials import NOISE, Sources
 from longctx_patch.evaluation.tasks.sample import Sample
-from longctx_patch.evaluation.tasks.sources import NOISE, Sources
 
 TASK = "passkey"
 DEPTHS = (0.05, 0.25, 0.5, 0.75, 0.95)

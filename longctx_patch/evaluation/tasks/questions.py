@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from longctx_patch.evaluation.tasks.encoder import Encoder
+from longctx_patch.evaluation.tasks.materials import Record, records
 from longctx_patch.evaluation.tasks.sample import Sample
-from longctx_patch.evaluation.tasks.sources import Record, records
 
 TASK = "questions"
 PROMPT = "{context}\n\nQuestion: {question}\nAnswer:"

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 
 from longctx_patch.evaluation.tasks.generator import Draw, Generator, HaystackTooSmallError, Setup
-from longctx_patch.evaluation.tasks.sources import NOISE
+from longctx_patch.evaluation.tasks.materials import NOISE
 
 NUM_HOPS = 4
 PROMPT = (

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from longctx_patch.engine.chain.places import MOST_PLACES, MOST_UNSIGNED_PLACES
+from longctx_patch.engine.chain.extents import MOST_PLACES, MOST_UNSIGNED_PLACES
 from longctx_patch.hf.model.sequence_kernels import KERNELS, functions_of, runs_kernel
 
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from longctx_patch.config import LongContextConfig
+from longctx_patch.engine.chain.chain_run import ChainRun
 from longctx_patch.engine.chain.convolution import in_a_row, in_pieces, run_convolution
 from longctx_patch.engine.chain.delta_rule import DeltaRule
 from longctx_patch.engine.chain.recurrence import Recurrence, run_recurrence
-from longctx_patch.engine.chain.run import ChainRun
 from longctx_patch.engine.chain.state_space import StateSpace
 from longctx_patch.engine.recurrent_heads import checked_heads, run_over_heads
 from longctx_patch.engine.ulysses import Resharder

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from longctx_patch.engine.autograd import distributed_attention
 from longctx_patch.engine.call import AttentionCall, CallShape
-from longctx_patch.engine.chain.run import checked_chain
+from longctx_patch.engine.chain.chain_run import checked_chain
 from longctx_patch.engine.decided import decided_call, row_mask
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.engine.selective import selection_of

@@ -26,7 +26,7 @@ from longctx_patch.plans.types import (
 )
 from longctx_patch.plans.verify.coverage import check_coverage
 from longctx_patch.plans.verify.form import check_form
-from longctx_patch.plans.verify.progress import check_progress
+from longctx_patch.plans.verify.no_deadlock import check_progress
 from longctx_patch.sequence.layout import Rows
 
 

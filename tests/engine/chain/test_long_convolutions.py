@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longctx_patch.engine.chain import convolution
 from longctx_patch.engine.chain.convolution import in_pieces
-from longctx_patch.engine.chain.places import extent
+from longctx_patch.engine.chain.extents import extent
 
 ROWS, CHANNELS, TOKENS, REACH, WIDTH, MOST = 2, 6, 41, 3, 20, 80
 

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from longctx_patch.engine.chain.chain_run import ChainRun, checked_chain
 from longctx_patch.engine.chain.convolution import run_convolution
 from longctx_patch.engine.chain.recurrence import run_recurrence
-from longctx_patch.engine.chain.run import ChainRun, checked_chain
 from longctx_patch.engine.chain.state_space import StateSpace
 from longctx_patch.memory.offload import HostCopies
 from longctx_patch.memory.policies import LayerPolicy

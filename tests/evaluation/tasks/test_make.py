@@ -14,15 +14,15 @@ from longctx_patch.evaluation.tasks import (
     Sources,
     haystacks,
     make_samples,
+    materials,
     read_questions,
-    sources,
 )
 from longctx_patch.evaluation.tasks.variables import VariableGenerator
 
 
 @pytest.fixture(autouse=True)
 def few_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "_words", lambda kind: [f"{kind}{n}" for n in range(9)])
+    monkeypatch.setattr(materials, "_words", lambda kind: [f"{kind}{n}" for n in range(9)])
 
 
 def test_passkeys_fill_the_row_and_are_where_they_are_asked_for(
@@ -106,7 +106,7 @@ def test_files_that_are_refused(
     field, content, message = BAD_FILES[case]
     file = tmp_path / "f.json"
     file.write_text(content)
-    monkeypatch.setattr(sources, "_punkt", lambda: str.split)
+    monkeypatch.setattr(materials, "_punkt", lambda: str.split)
     names = [{"squad": "qa_1", "hotpotqa": "qa_2", "essays": "niah_single_2"}[field]]
     given: dict[str, Any] = {field: file}
     with pytest.raises(ValueError, match=message):
@@ -130,7 +130,7 @@ def test_files_and_packages_that_are_missing(
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ValueError, match="pip install wonderwords"):
         make_samples(["niah_single_1"], tokenizer, 2048)
-    monkeypatch.setattr(sources, "_words", lambda kind: [kind])
+    monkeypatch.setattr(materials, "_words", lambda kind: [kind])
     essays = tmp_path / "essays.json"
     essays.write_text('{"text": "One. Two."}')
     with pytest.raises(ValueError, match=r"pip install nltk, then python -m nltk.downloader"):

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from longctx_patch.evaluation.tasks import Sources, make_samples, sources
-from longctx_patch.evaluation.tasks.sources import Haystack, WordPairs, split_at_stops
+from longctx_patch.evaluation.tasks import Sources, make_samples, materials
+from longctx_patch.evaluation.tasks.materials import Haystack, WordPairs, split_at_stops
 
 WORDS = {
     "adjective": ["old", "teeny-tiny", "old-fashioned", "teeny", "ad hoc", "red", "oldest"],
@@ -27,7 +27,7 @@ Draw = Callable[[int], tuple[str, list[str]]]
 
 @pytest.fixture(autouse=True)
 def few_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "_words", WORDS.__getitem__)
+    monkeypatch.setattr(materials, "_words", WORDS.__getitem__)
 
 
 def bisected(draw: Draw, count: Callable[[str], int], step: int, room: int, length: int) -> int:
@@ -194,7 +194,7 @@ def test_texts_are_those_of_the_definition(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The essays' sentences are NLTK's, which has to be downloaded: here they are plain ones."""
-    monkeypatch.setattr(sources, "_punkt", lambda: split_at_stops)
+    monkeypatch.setattr(materials, "_punkt", lambda: split_at_stops)
     essays = tmp_path / "essays.json"
     essays.write_text(json.dumps({"text": ESSAYS}))
 
@@ -256,7 +256,7 @@ def test_ranked_tasks_have_wrong_answers_of_the_same_kind(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     many = {"adjective": ["old"], "verb": [], "noun": [f"n{n}x" for n in range(4200)]}
-    monkeypatch.setattr(sources, "_words", many.__getitem__)
+    monkeypatch.setattr(materials, "_words", many.__getitem__)
     names = ["niah_multivalue", "niah_multiquery", "cwe"]
     for sample in make_samples(
         names, tokenizer, 8192, per_cell=2, depths=(0.5,), sources=Sources(text=OWN)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from longctx_patch import LongContextConfig
 from longctx_patch.engine.chain import delta_rule
+from longctx_patch.engine.chain.chain_run import checked_chain
 from longctx_patch.engine.chain.delta_rule import DeltaRule
-from longctx_patch.engine.chain.run import checked_chain
 from longctx_patch.engine.chain.state_space import StateSpace
 from longctx_patch.hf.model.sequence_kernels import (
     functions_of,

@@ -8,7 +8,7 @@ import pytest
 from longctx_patch import LongContextConfig
 from longctx_patch.plans.head_split import HeadSplit
 from longctx_patch.plans.recurrent import states_because
-from longctx_patch.plans.verify.chain import verify_heads
+from longctx_patch.plans.verify.chain_proof import verify_heads
 from longctx_patch.plans.verify.walk import PlanError
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.layout import Interval, contiguous, zigzag

@@ -12,7 +12,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from longctx_patch.recipes.data import addresses
 from longctx_patch.recipes.data.addresses import Address, absolute, address_of
-from longctx_patch.recipes.data.evaluation import check_evaluation
+from longctx_patch.recipes.data.held_out import check_evaluation
 from longctx_patch.recipes.data.readers import records_of
 from longctx_patch.recipes.data.records import BadRecord
 from longctx_patch.recipes.data.sources import check_apart, parts_of

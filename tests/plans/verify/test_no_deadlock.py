@@ -3,7 +3,7 @@
 from random import Random
 
 from longctx_patch.plans import Block, Direction, Operand, RankStep, Transfer
-from longctx_patch.plans.verify.progress import check_progress
+from longctx_patch.plans.verify.no_deadlock import check_progress
 from longctx_patch.sequence.layout import Interval, Rows, zigzag
 from longctx_patch.sequence.masks import causal
 from tests.counting import count_calls

@@ -22,7 +22,7 @@ from longctx_patch import (
     evaluate_context,
     patch,
 )
-from longctx_patch.evaluation.rows import RowScorer
+from longctx_patch.evaluation.row_scorer import RowScorer
 from longctx_patch.evaluation.scores import in_k
 from longctx_patch.evaluation.scoring import score_samples
 from longctx_patch.evaluation.tasks import Sources, read_questions

@@ -18,12 +18,12 @@ from longctx_patch.evaluation.positions import (
     edge_problem,
     loss_by_position,
 )
-from longctx_patch.evaluation.rows import LabelScores, RowScorer, batch_of
+from longctx_patch.evaluation.row_scorer import LabelScores, RowScorer, batch_of
 from longctx_patch.evaluation.scores import Cell, ContextScores, TaskScores, in_k
 from longctx_patch.evaluation.scoring import sample_problems, score_samples
 from longctx_patch.evaluation.tasks.make import haystacks, make_samples
+from longctx_patch.evaluation.tasks.materials import Sources
 from longctx_patch.evaluation.tasks.sample import Sample
-from longctx_patch.evaluation.tasks.sources import Sources
 from longctx_patch.families.rope_facts import reach_problem
 from longctx_patch.health.agreement import require_agreement
 from longctx_patch.health.watchdog import Watchdog

@@ -8,7 +8,7 @@ import torch
 
 from longctx_patch.engine.chain.hand_over import Exchange
 from longctx_patch.plans.chain import Chain, ChainTraffic, Needs, make_chain
-from longctx_patch.plans.verify.chain import verify_chain, verify_needs
+from longctx_patch.plans.verify.chain_proof import verify_chain, verify_needs
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.layout import Layout
 from longctx_patch.transport import Transport

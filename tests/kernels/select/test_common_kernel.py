@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from longctx_patch.kernels import AgreedKernels, Kernel, KernelRequest, available
-from longctx_patch.kernels.select import agreement
-from longctx_patch.kernels.select.agreement import agreed_kernel
+from longctx_patch.kernels.select import common_kernel
+from longctx_patch.kernels.select.common_kernel import agreed_kernel
 from longctx_patch.kernels.select.preference import Preference
 from longctx_patch.kernels.select.registry import candidates
 from longctx_patch.transport import SoloTransport, VirtualTransport, run_virtual_ranks
@@ -86,7 +86,7 @@ def test_what_was_agreed_on_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(request)
         return available()["torch_eager" if request.softcap else "torch_cpu"]
 
-    monkeypatch.setattr(agreement, "agreed_kernel", agreed)
+    monkeypatch.setattr(common_kernel, "agreed_kernel", agreed)
     gpu = CPU._replace(device_type="cuda")
     for request in (gpu, gpu._replace(softcap=True), gpu):
         kernels.agree("auto", request, SoloTransport())
