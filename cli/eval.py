@@ -259,9 +259,14 @@ def _world(
 
     cpu, there = options["cpu"], torch.cuda.device_count()
     number = options["num_processes"] or (math.prod(run or (1,)) if cpu else there)
-    if not cpu and not 0 < number <= there:
+    if not cpu and not there:
         raise ValueError(
-            f"{number or 'no'} GPU(s) to evaluate on, and torch finds {there} here: `longctx "
+            "torch finds no GPU here (`longctx doctor` says what is missing). To evaluate on CPU "
+            "processes give --cpu."
+        )
+    if not cpu and number > there:
+        raise ValueError(
+            f"{number} GPU(s) to evaluate on, and torch finds {there} here: `longctx "
             "doctor` says what is missing. Give fewer --num-processes, or --cpu."
         )
     configs = [config_of(each) for each in models]

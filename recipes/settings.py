@@ -131,7 +131,11 @@ class _Loaded:
     """The model, and how it is loaded."""
 
     model: str = setting("hub name, local folder, or config.json (random weights)", default="")
-    tokenizer: str = setting("name or folder if not the model's own; 'bytes'", default="")
+    tokenizer: str = setting(
+        "name or folder if not the model's own; 'bytes': bytes in GPT-2's order (not by value), "
+        "<eos> 256, <pad> 257",
+        default="",
+    )
     chat_template: str = setting("file of the chat template, if not the tokenizer's", default="")
     dtype: DtypeName = setting(
         "dtype that weights are loaded in; auto: an adapter's frozen ones as in the model's config "
@@ -222,7 +226,9 @@ class _ContextEvaluated(_Guarded):
         for name, least in (("eval_context_steps", 0), ("eval_context_samples", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)}: it must be {least} or more.")
-        for task in self.eval_context_tasks:
+        tasks = [name for item in self.eval_context_tasks for name in item.split(",")]
+        object.__setattr__(self, "eval_context_tasks", tasks)
+        for task in tasks:
             require_choice("eval_context_tasks", task, TASKS)
 
 

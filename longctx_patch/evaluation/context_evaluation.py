@@ -79,9 +79,9 @@ class ContextEvaluation:
             yield problem
         if self.longppl and (not self.texts or self.reach <= CONTEXT):
             yield (
-                f"longppl=True with {len(self.texts)} texts and lengths={self.lengths}: it "
-                f"compares predictions after a long text with those after {CONTEXT} tokens. Give "
-                "texts and a greater length."
+                f"longppl=True with {len(self.texts)} texts and lengths={self.lengths}: LongPPL "
+                f"compares predictions after a long text with those after {CONTEXT:,} tokens. Give "
+                f"texts and a length above {CONTEXT:,}, or leave it out."
             )
 
 

@@ -27,12 +27,17 @@ class PositionLosses:
 
 
 def default_edges(length: int) -> tuple[int, ...]:
-    """0, 1K, 4K, and from there on powers of two, up to the length.
+    """0, 1K, 4K, and from there on powers of two, up to the length; of a row of at most 4K tokens
+    its eighth, its quarter and its half.
 
     Example:
         >>> default_edges(20_000)
         (0, 1024, 4096, 8192, 16384, 20000)
+        >>> default_edges(1024)
+        (0, 128, 256, 512, 1024)
     """
+    if length <= FIRST_EDGES[-1]:
+        return tuple(sorted({0, length // 8, length // 4, length // 2, length}))
     edges = [edge for edge in FIRST_EDGES if edge < length]
     while edges[-1] >= FIRST_EDGES[-1] and 2 * edges[-1] < length:
         edges.append(2 * edges[-1])

@@ -116,7 +116,7 @@ def test_what_is_refused_before_processes_start(
 def test_gpus_and_their_memory(
     asked: Callable[..., Any], model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "no GPU(s) to evaluate on" in asked(model, cpu=False)
+    assert "torch finds no GPU here" in asked(model, cpu=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert "3 GPU(s) to evaluate on, and torch finds 2" in asked(
         model, "--num-processes", 3, cpu=False

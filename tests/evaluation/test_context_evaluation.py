@@ -173,7 +173,7 @@ ids = tuple(document(30, 1))
         ({"texts": ()}, "nothing to evaluate: give texts, tasks or your own samples"),
         ({"edges": (0, 9, 9)}, r"edges=\(0, 9, 9\)"),
         ({"lengths": (31,)}, "no text has 31 tokens: the longest of 1 has 30"),
-        ({"longppl": True}, "after 4096 tokens. Give texts and a greater length"),
+        ({"longppl": True}, "after 4,096 tokens. Give texts and a length above 4,096"),
         ({"texts": ((97, *ids),)}, "embedding has 97 rows. Check the tokenizer"),
         ({"tasks": ("needle",)}, "needle"),
         ({"own": (replace(SAMPLES[0], prompt=(3,) * 2048, length=4096),)}, "2054 tokens"),

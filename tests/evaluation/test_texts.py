@@ -130,8 +130,10 @@ def test_another_model_finds_the_key_tokens(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_edges() -> None:
-    assert default_edges(700) == (0, 700)
-    assert default_edges(4096) == (0, 1024, 4096)
+    assert default_edges(700) == (0, 87, 175, 350, 700)
+    assert default_edges(4096) == (0, 512, 1024, 2048, 4096)
+    assert default_edges(5000) == (0, 1024, 4096, 5000)
+    assert default_edges(3) == (0, 1, 3)
     assert default_edges(65536) == (0, 1024, 4096, 8192, 16384, 32768, 65536)
     assert edge_problem((0, 5)) is None
     for wrong in ((), (3,), (0, 4, 4), (-1, 4)):

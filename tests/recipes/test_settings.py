@@ -34,6 +34,12 @@ def test_flags_win_over_the_file_and_yaml_numbers_get_their_type(tmp_path: Path)
     assert not settings.uses_lora
 
 
+def test_names_of_tasks_may_be_joined_by_commas() -> None:
+    for given in (["passkey,vt"], ["passkey", "vt"]):
+        settings = parse_settings([*NEEDED, "--eval-context-tasks", *given])
+        assert settings.eval_context_tasks == ["passkey", "vt"]
+
+
 def test_a_flag_takes_back_its_opposite_in_the_file(tmp_path: Path) -> None:
     file = tmp_path / "finetune.yaml"
     for named, flag, uses_lora in (("lora", "--full", False), ("full", "--lora", True)):
