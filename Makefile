@@ -45,7 +45,7 @@ SLOW_TESTS := tests/families tests/hf/call tests/hf/test_states_and_latents.py \
     tests/recipes/test_ended.py tests/recipes/test_text_model.py tests/recipes/test_examples.py \
     tests/checkpoints tests/recipes/test_resume.py tests/recipes/test_damage.py \
     tests/recipes/test_signals.py tests/recipes/test_bad_steps.py tests/cli/test_train.py \
-    tests/health/test_launched.py \
+    \
     tests/plugin/test_yaml.py tests/docs/test_notebook.py \
     tests/memory tests/hf/test_preflight.py tests/hf/test_preflight_host.py \
     tests/recipes/test_memory_report.py tests/planner tests/cli/test_plan.py \
