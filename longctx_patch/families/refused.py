@@ -19,7 +19,7 @@ _OWN_ATTENTION = "its attention is its own code, not transformers' attention reg
 _NOT_HANDED_ON = "its model hands its layers no further arguments, so they can't know of shards"
 _IMAGES = (
     "with images its model is not compared with one process; `longctx patch`, the recipes and "
-    "`longctx_patch.plugin.text_only` take such a checkpoint and train its text model"
+    "`longctx_patch.plugin.text_model` take such a checkpoint and train its text model"
 )
 
 REFUSED: Mapping[str, str] = MappingProxyType(

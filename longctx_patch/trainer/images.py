@@ -28,7 +28,7 @@ def image_problems(trainer: Any) -> Iterable[str]:
         yield (
             f"{name} with {type(model).__name__}, which reads images: of TRL's trainers "
             f"{', '.join(sorted(SEEING))} were compared with one process on such models. Train its "
-            "text model (longctx_patch.plugin.text_only), or use transformers' Trainer."
+            "text model (longctx_patch.plugin.text_model), or use transformers' Trainer."
         )
 
 

@@ -229,7 +229,7 @@ def test_help_beside_a_run_folder_lists_the_flags_of_its_recipe(folder: Path, ru
         *("The data and the output:", "How ranks share a row:", "The training itself:"),
     ]
     flat = " ".join(result.output.split())
-    for line in ("say it [77]", "every weight [yes]", "for the copy [yes]", "own; 'bytes' --"):
+    for line in ("say it [77]", "every weight [yes]", "for the copy [yes]", "<pad> 257 --"):
         assert line in flat
     listed = set(re.findall(r"^  --(?:no-)?([a-z-]\S+)", result.output, re.MULTILINE))
     names = {field.name.replace("_", "-") for field in dataclasses.fields(Settings)}
