@@ -13,7 +13,7 @@ from longctx_patch.cli.report_data import CONTEXT, MEMORY, Points, RunData, read
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 460, 200, 62, 24
 MOST_POINTS = 400
-"""Of a curve; longer ones keep the lowest and highest value of each stretch of steps."""
+"""A longer curve keeps the lowest and highest value of each stretch of steps."""
 GIB = 2**30
 COLOURS = ("#1f5fa8", "#c2570c", "#2a7f3f", "#8a3fa0", "#7a6a00", "#a3003c", "#00808a", "#4d5866")
 STYLE = """

@@ -28,7 +28,7 @@ class SeenData(NamedTuple):
 
     recipe: str
     kind: str
-    """Of the records."""
+    """What the records hold."""
     seq_len: int
     facts: dict[str, Facts]
     """By `train` and `eval`."""

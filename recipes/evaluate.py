@@ -42,7 +42,7 @@ RULER = "ruler"
 MOST_TEXTS = 16
 """Documents whose losses are averaged: more hardly change the means."""
 MOST_CHARACTERS = 2**23
-"""Of the user's text as haystack, which is repeated where a row is longer."""
+"""The user's text is a haystack of so many, repeated where a row is longer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

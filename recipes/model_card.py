@@ -84,7 +84,7 @@ class Card:
     """(what, value) of each line of its table."""
     is_adapter: bool
     seed: int
-    """That of random weights."""
+    """The seed of random weights."""
     place: str = ""
     """Where readers load it from, if not the folder itself."""
 

@@ -13,7 +13,7 @@ from longctx_patch.health.last_words import without_advice
 
 RECORD_FILE, FAILURE_FILE = "settings.json", "failure.json"
 SETTINGS_FILES = ("finetune.yaml", "sft.yaml", "dpo.yaml")
-"""Of the recipes: a folder with one of them is a run folder."""
+"""A folder with one of the recipes' settings files is a run folder."""
 
 
 def settings_file_of(folder: str | Path) -> Path | None:

@@ -61,11 +61,11 @@ class TextRows(Sequence[Row]):
     seq_len: int
     pieces: Pieces
     edges: np.ndarray | None = None
-    """Of packed rows: row n has the pieces `edges[n]` to before `edges[n + 1]`. None: piece n."""
+    """Packed row n has the pieces `edges[n]` to before `edges[n + 1]`; None: row n is piece n."""
     summary: str = ""
     """How rows were packed."""
     shares: tuple[Share, ...] = ()
-    """Of sources of which rows were drawn by shares."""
+    """What each source has where rows were drawn by shares."""
     num_left_out: int = 0
     """Tokens of the stream that fill no row."""
 

@@ -64,7 +64,7 @@ def _rows_per_step(settings: TrlSettings, args: Any) -> int:
 
 
 def _rows(rows: Any) -> Mapping[str, Any]:
-    """Of a table its size, all rows' lengths and some rows; a stream is known by its files."""
+    """Knows a table by its size, all rows' lengths and some rows, and a stream by its files."""
     if not hasattr(rows, "__len__"):
         return {}
     content = hashlib.sha256(lengths_of(rows).tobytes())

@@ -22,7 +22,7 @@ REFUSED = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 TOLD = re.compile(r"os error (\d+)\)|\[Errno (\d+)\]")
 """An error's number in the words of safetensors, and of Python."""
 TORCHS_WORDS = ("PytorchStreamWriter failed writing", "inline_container.cc")
-"""Of an error without a number, by which torch says that a file was cut short."""
+"""Torch says by these words, in an error without a number, that a file was cut short."""
 
 
 class CantWriteError(ValueError):
@@ -38,7 +38,7 @@ class Refusal(NamedTuple):
 
     rank: int
     number: int
-    """Of the system's error; 0 if nobody has told."""
+    """The number of the system's error; 0 where none is known."""
     error: BaseException
 
 

@@ -34,7 +34,7 @@ class Change:
     """A value that is another one than before."""
 
     name: str
-    """Of a setting, or `SECTION.NAME`."""
+    """The name of a setting, or `SECTION.NAME`."""
     then: Any
     now: Any
 

@@ -59,7 +59,7 @@ class Series:
         ]
 
     def complete(self) -> list[Checkpoint]:
-        """Those that were saved to the end, the oldest first; nobody has checked them."""
+        """Lists the checkpoints that were saved to the end, the oldest first, unchecked."""
         return [each for each in self.found() if (each.path / MANIFEST).exists()]
 
     def aside(self) -> list[Path]:
@@ -189,7 +189,7 @@ class Retention:
     keep_last: int = 0
     """The newest so many are kept; 0: all."""
     keep_every: int = 0
-    """Those whose step is a multiple of this are kept for ever; 0: none."""
+    """Checkpoints whose step is a multiple of this are kept for ever; 0: none."""
 
 
 def delete_old(series: Series, retention: Retention, *, spared: Container[Path] = ()) -> list[Path]:

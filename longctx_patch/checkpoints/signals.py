@@ -27,8 +27,8 @@ reaches the launcher as well, which hands it on."""
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Those that stop this process. Not SIGHUP under nohup; SIGUSR1 also where it is ignored, by
-    which a process outlives one that comes before the run has begun."""
+    """Lists the signals that stop this process: not SIGHUP under nohup, and SIGUSR1 also where it
+    is ignored, by which a process outlives one that comes before the run has begun."""
     hangs_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
     return [each for each in STOP_SIGNALS if each != signal.SIGHUP or hangs_up]
 
@@ -63,7 +63,7 @@ class StopSignals:
 
     @property
     def exit_code(self) -> int:
-        """Of the process, once it has saved and ended."""
+        """The process's exit code once it has saved and ended."""
         return 128 + self.agreed
 
     def words(self, step: int, checkpoint: object) -> str:

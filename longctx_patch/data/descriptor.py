@@ -67,9 +67,9 @@ class Descriptor(NamedTuple):
 
     cut: Cut
     length: int
-    """Of the padded row."""
+    """How many tokens the padded row has."""
     checksums: tuple[int, ...]
-    """Of each whole row: its tokens and labels."""
+    """A checksum of each whole row's tokens and labels."""
     documents: tuple[tuple[int, ...], ...]
     """Lengths of the documents of each row, without its padding."""
     most_id: int
@@ -97,7 +97,7 @@ class Descriptor(NamedTuple):
 
     @property
     def checksum(self) -> int:
-        """Of what all ranks of a group have alike: everything but whose tokens it has."""
+        """Sums what all ranks of a group have alike: everything but whose tokens it has."""
         return zlib.crc32(repr(self[1:]).encode())
 
 

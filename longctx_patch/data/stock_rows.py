@@ -10,7 +10,7 @@ from torch import Tensor
 from longctx_patch.loss.law import IGNORE_INDEX
 
 Lengths = tuple[int, ...]
-"""Of the documents of a row, in tokens."""
+"""The lengths of a row's documents, in tokens."""
 Span = tuple[int, int]
 """(first, one past the last) column of a row's tokens."""
 

@@ -39,7 +39,7 @@ class Gpus:
     """What the machine, the driver and torch know of GPUs."""
 
     seen: tuple[Gpu, ...] = ()
-    """Those that torch can use."""
+    """The GPUs that torch can use."""
     torch_version: str = torch.__version__
     torch_cuda: str | None = None
     """The CUDA version of torch's build; None: a build for the CPU."""

@@ -30,8 +30,8 @@ class Folder:
 
 
 def folders(out: Path) -> list[Folder]:
-    """Those of a run: its own, the models' cache, temporary files, and shared memory, of which
-    containers have 64 MiB unless told otherwise."""
+    """Lists the folders of a run: its own, the models' cache, temporary files, and shared memory,
+    of which containers have 64 MiB unless told otherwise."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     elsewhere, cache, temporary = "on another disk", Path(HF_HUB_CACHE), Path(tempfile.gettempdir())

@@ -36,7 +36,7 @@ class LongPPL:
     """What all tokens have."""
     key_tokens: int
     tokens: int
-    """That have a loss."""
+    """How many tokens have a loss."""
 
 
 def short_log_probs(

@@ -12,7 +12,7 @@ from longctx_patch.evaluation.tasks.sample import Scoring
 from longctx_patch.rules import strict_json
 
 FORMAT = 1
-"""Of the JSON; a reader refuses others."""
+"""The version of the JSON; a reader refuses others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class ContextScores:
     tasks: dict[str, TaskScores]
     seed: int
     tokens: int
-    """That went through the model, each once."""
+    """How many tokens went through the model, each counted once."""
     seconds: float
 
     def as_json(self) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class ContextScores:
 
     @classmethod
     def read(cls, file: Path) -> "ContextScores":
-        """Those of a file of JSON. Raises ValueError with its name, OSError."""
+        """Reads the scores in a JSON file. Raises ValueError with its name, or OSError."""
         try:
             return cls.from_json(strict_json.loads(file.read_text(encoding="utf-8")))
         except ValueError as error:

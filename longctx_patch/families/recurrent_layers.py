@@ -22,7 +22,7 @@ class RecurrentLayers(NamedTuple):
     recurrence: RecurrentShape | None
     """None: they are short convolutions alone."""
     channels: int
-    """Of each layer's short convolution."""
+    """How many channels each layer's short convolution has."""
     reach: int
     """How many tokens before its own the convolution sees."""
     channel_bytes: int
@@ -67,7 +67,7 @@ def layer_traffic(layers: RecurrentLayers, row: Row, way: RecurrentWay) -> tuple
 
 
 def _channels(shape: RecurrentShape) -> int:
-    """Those of queries, keys and values, or of C, B and x, go through the convolution."""
+    """Counts the channels of queries, keys and values, or of C, B and x: all are convolved."""
     return 2 * shape.num_groups * shape.key_dim + shape.num_heads * shape.value_dim
 
 

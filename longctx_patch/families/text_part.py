@@ -70,7 +70,7 @@ def tie_as_text(config: Any, said: Mapping[str, Any]) -> None:
 
 
 def text_weights(weights: Mapping[str, Weight]) -> dict[str, Weight]:
-    """Those of the text model, by their names in it, of the weights of a whole model."""
+    """Picks the text model's weights from a whole model's, by their names in the text model."""
     found = {}
     for name, weight in weights.items():
         ours = next(

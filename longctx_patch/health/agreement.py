@@ -53,7 +53,7 @@ def require_agreement(facts: Mapping[str, Any], what: str) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages whose numbers or exchanges ranks share."""
+    """Returns the versions of the packages whose numbers or exchanges ranks share."""
     return {"python": python_version()} | {name: _version(name) for name in PACKAGES}
 
 

@@ -20,7 +20,7 @@ ALARM = "alarm"
 BETWEEN = 3
 """Beats after which a living rank has answered an alarm, with one that has its place."""
 RANKS_A_SECOND = 200
-"""Of large jobs ranks write more rarely: the store serves all of them from one process."""
+"""Ranks of large jobs write more rarely: the store serves all of them from one process."""
 SEARCH_S = 0.05
 """Between looks for a store or a rank that is not there yet: so those that stop as they begin are
 known."""

@@ -120,8 +120,8 @@ class Slow:
 
 
 def slow_ones(rates: Sequence[float], known: float = nan, kind: str = "") -> list[Slow]:
-    """Those at least 10 % under the median of the others, or under what their kind is known to do,
-    whichever is more.
+    """Finds the ranks at least 10 % under the median of the others, or under what their kind is
+    known to do, whichever is more.
 
     Args:
         rates: of devices that are alike. What is not finite was not measured.

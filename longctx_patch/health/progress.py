@@ -29,10 +29,10 @@ class TimeLimits:
     start_s: float = 1800.0
     """From the start to the end of the first step."""
     step_s: float = 0.0
-    """Of a step, and of a batch of an evaluation. 0: ten times the median step so far, and two
-    minutes at least."""
+    """Seconds that a step, or a batch of an evaluation, may take. 0: ten times the median step so
+    far, and two minutes at least."""
     save_s: float = 1800.0
-    """Of saving a checkpoint, and of what follows the last step."""
+    """Seconds that saving a checkpoint may take, and what follows the last step."""
 
     def __post_init__(self) -> None:
         for name in ("start_s", "step_s", "save_s"):

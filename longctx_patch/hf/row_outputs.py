@@ -17,7 +17,7 @@ from longctx_patch.loss.law import group_value
 from longctx_patch.sequence.layout import Layout
 
 _OUTPUTS = ("loss", "logits", "router_logits", "aux_loss")
-"""Those of whole rows; router logits are gathered with the decoder's outputs."""
+"""Outputs of whole rows; router logits are gathered with the decoder's outputs."""
 _OF_IMAGES = ("image_hidden_states", "image_outputs", "video_outputs")
 """What the model made of whole images, on every rank alike: transformers 5.24 has the last two."""
 _OF_TOKENS = (

@@ -86,7 +86,7 @@ class ModelShape:
 
     @property
     def recurrence(self) -> RecurrentShape | None:
-        """That of the recurrent layers; None: no layer is recurrent."""
+        """The shape of the recurrent layers; None where no layer is recurrent."""
         return next((kind.recurrence for kind in self.kinds if kind.recurrence is not None), None)
 
     @property

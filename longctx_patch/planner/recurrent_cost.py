@@ -117,11 +117,11 @@ def _mapped_share(chain: Chain) -> float:
 
 
 class _Seconds(NamedTuple):
-    """Of one pass."""
+    """How long one pass takes."""
 
     device: float
     host: float
-    """Of the CPU, which launches while the device computes."""
+    """The CPU's seconds: it launches while the device computes."""
 
     def plus(self, other: "_Seconds") -> "_Seconds":
         return _Seconds(self.device + other.device, self.host + other.host)
@@ -140,9 +140,10 @@ class _Passes(NamedTuple):
 
 
 def _chain_passes(shape: RecurrentShape, layout: Layout, row: Row, hardware: Hardware) -> _Passes:
-    """Of a recurrence over a chain: what ranks compute before states travel, the states' way, and
-    what they compute after it. In a replay with kept items each rank computes all at once. The CPU
-    launches one call for each segment's output, or for several whole documents, and each map."""
+    """Predicts a recurrence over a chain: what ranks compute before states travel, the states'
+    way, and what they compute after it. In a replay with kept items each rank computes all at
+    once. The CPU launches one call for each segment's output, or for several whole documents,
+    and each map."""
     chain = make_chain(layout, row.documents)
     rate = hardware.recurrent.flops(shape.kind)
     run_s, map_s = (flops / rate for flops in (shape.run_flops, shape.map_flops))

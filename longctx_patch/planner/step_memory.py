@@ -83,7 +83,7 @@ def _ends(job: Job) -> list[int]:
 
 
 def _bytes_of_layers(job: Job, candidate: Candidate) -> list[LayerBytes]:
-    """Those of each layer, first to last."""
+    """Returns the bytes of each layer, first to last."""
     of_kinds = {kind: layer_bytes(job, candidate, kind) for kind in job.shape.kinds}
     return [of_kinds[kind] for kind in job.shape.layers]
 

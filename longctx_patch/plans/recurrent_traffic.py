@@ -70,7 +70,7 @@ def _split(shape: RecurrentShape, degree: int) -> HeadSplit:
 
 
 def item_bytes(shape: RecurrentShape, chain: Chain, number: int) -> int:
-    """Of a segment's item; of one that begins its document only the state travels."""
+    """Counts a segment's bytes; where it begins its document only the state travels."""
     m = 0 if chain.segments[number].begins else shape.map_numbers
     return (shape.state_numbers + m) * shape.wide_itemsize
 

@@ -49,7 +49,7 @@ RULES = {
         0, math.inf, "a weight without a gradient divides by it", has_least=False, has_most=False
     ),
 }
-"""Of the recipes' settings and of transformers' arguments, which have the same names."""
+"""The recipes' settings and transformers' arguments have the same names."""
 
 
 def check_numbers(settings: Any) -> None:

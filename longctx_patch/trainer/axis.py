@@ -114,6 +114,6 @@ def trainer_parallelism(
 
 
 def num_processes() -> int:
-    """Of the world that runs, or that the launcher announced."""
+    """Counts the processes of the world that runs, or that the launcher announced."""
     is_running = dist.is_available() and dist.is_initialized()
     return dist.get_world_size() if is_running else announced_processes()

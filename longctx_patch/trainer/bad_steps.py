@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 SKIPPED = "skipped_step"
 """Key of an entry of the trainer's log: the number of a step that was left out."""
 FIRST_TOKENS, MOST_ROWS = 8, 4
-"""Of a bad batch that are shown."""
+"""How much of a bad batch is shown."""
 _COUNTED = ("_metrics", "_total_train_tokens", "_logs", "_step")
 """What TRL's trainers count in `compute_loss`."""
 

@@ -36,7 +36,7 @@ class EvaluationMixin(_Trainer):
     long_context_handle: PatchHandle
     _gather: GroupGather
     _steps_evaluated: int | None = None
-    """Of the last evaluation, until its speed is logged."""
+    """How many steps the last evaluation took, until its speed is logged."""
 
     @property
     def gather_function(self) -> Callable[..., Any]:

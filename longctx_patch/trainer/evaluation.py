@@ -25,8 +25,8 @@ class GroupGather:
         """Ranks `i * degree` to `(i + 1) * degree - 1` share sequences."""
         self._accelerator, self._degree = accelerator, degree
         self.rows_of_batch: int | None = None
-        """Of the batch that is evaluated, by which a last one is cut whose dataset has no length.
-        Several groups have it filled up, and are refused (`evaluation_problems`)."""
+        """How many rows the evaluated batch has: the last one of a dataset without a length is cut
+        to them. With several groups it is filled up, which is refused (`evaluation_problems`)."""
 
     def once(self, data: Any, use_gather_object: bool = False) -> Any:
         """Each group's `data` once, without the rows that fill up a last batch. Collective.

@@ -23,7 +23,7 @@ _PAIRED = frozenset(
 )
 """Losses of DPO, all of which read sums or means over the tokens of a row."""
 _UNPAIRED = frozenset({"kto", "apo_zero_unpaired"})
-"""Those of KTO, which do so too."""
+"""KTO's losses, which do so too."""
 _LOSS_METHODS = ("compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies")
 
 

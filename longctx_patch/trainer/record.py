@@ -32,7 +32,7 @@ def record_of(handle: PatchHandle, num_processes: int) -> dict[str, Any]:
 
 
 def _version(name: str) -> str:
-    """Of a package; of this one a copy that is not installed may be in use."""
+    """The version of a package; a copy of this one may be in use without being installed."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -33,7 +33,7 @@ class Address(NamedTuple):
     """A source, taken apart."""
 
     path: str
-    """Of this machine, or the name of a dataset on the hub."""
+    """A path on this machine, or the name of a dataset on the hub."""
     split: str = ""
     is_hub: bool = False
     config: str = ""

@@ -29,9 +29,9 @@ class Loss:
     num_records: int = 0
     num_tokens: int = 0
     num_learned: int = 0
-    """Of these tokens, those that would have been learned."""
+    """How many of these tokens would have been learned."""
     places: list[str] = field(default_factory=list)
-    """Of the first records."""
+    """Where the first of these records are."""
 
     def add(self, other: "Loss") -> None:
         self.num_records += other.num_records
@@ -116,7 +116,7 @@ class Losses:
 
     @classmethod
     def joined(cls, each: Iterable["Losses"]) -> "Losses":
-        """Those of several tables, in their order."""
+        """Joins what several tables have lost, in their order."""
         found = cls()
         for losses in each:
             found.num_records += losses.num_records

@@ -20,9 +20,9 @@ BATCH_RECORDS = 1000
 """Records of a table that are Python objects at a time."""
 BLOCK_BYTES = 2**20
 MOST_BYTES = 2**31
-"""Of a file that is read whole: .json, or a text."""
+"""A file that is read whole, .json or a text, may have so many."""
 MOST_LINE_BYTES = 2**28
-"""Of a line of a .jsonl file: it takes about 6 times as much while it is read."""
+"""A line of a .jsonl file may have so many: it takes about 6 times as much while it is read."""
 
 
 class Part(NamedTuple):
@@ -37,9 +37,9 @@ class Part(NamedTuple):
     """By which a cache notices other content: a file's size and the time of its last change, or the
     commit of a dataset on the hub."""
     split: str = ""
-    """Of a saved dataset or one on the hub; empty for a table without splits."""
+    """The split of a saved dataset or one on the hub; empty for a table without splits."""
     config: str = ""
-    """Of a dataset on the hub; empty for its only one."""
+    """The configuration of a dataset on the hub; empty for its only one."""
 
 
 def records_of(part: Part) -> Iterator[Record]:

@@ -46,7 +46,7 @@ class Reading:
 
     tokenizer: Any
     kind: Kind
-    """Of all records."""
+    """What all records hold."""
     seq_len: int
     too_long: TooLong = "refuse"
     text_field: str = "text"

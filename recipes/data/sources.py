@@ -33,9 +33,9 @@ from longctx_patch.recipes.data.readers import (
 from longctx_patch.recipes.data.records import BadRecord, unreadable
 
 PART_BYTES = 64 * 2**20
-"""Of a `.jsonl` file; a part ends with the line in which it has so many."""
+"""A part of a `.jsonl` file ends with the line in which it has so many."""
 PART_RECORDS = 10_000
-"""Of a table."""
+"""A part of a table has so many."""
 HIDDEN = re.compile(r"(^|/)\.")
 ABOUT = re.compile(
     r"(readme|license|licence|notice|citation|requirements|dataset_infos?)\b.*", re.I
@@ -153,7 +153,7 @@ def _check_link(file: Path) -> None:
 
 
 def _files_of_split(folder: Path, files: list[Path], asked: str) -> list[Path]:
-    """Of a dataset's folder, as it lies on the hub, the files of a split."""
+    """Lists the files of a split in a dataset's folder, as it lies on the hub."""
     splits = _splits(folder)
     split = chosen_split([*map(str, splits)], asked, str(folder))
     known = {Path(name) for names in splits.values() for name in names}

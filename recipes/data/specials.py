@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from longctx_patch.recipes.data.records import Record
 
 MARK = "\ue0f1"
-"""Of Unicode's private use: no text has it."""
+"""A character of Unicode's private use, which no text has."""
 Span = tuple[int, int]
 
 

@@ -11,7 +11,7 @@ class Question:
     needed: list[int]
     """Numbers of the documents that answer it."""
     related: list[int]
-    """Those of the same article, which are taken before others."""
+    """Paragraphs of the same article, which are taken before others."""
 
 
 @dataclass(frozen=True)

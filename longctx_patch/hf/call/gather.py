@@ -26,7 +26,7 @@ def all_tokens(mine: Tensor, group: SequenceGroup, layout: Layout) -> Tensor:
 
 
 class ChosenTokens(NamedTuple):
-    """Those tokens that one rank holds, of all that are chosen."""
+    """The chosen tokens that one rank holds."""
 
     mine: Tensor
     """Indices into the rank's `B * L` tokens, int64."""

@@ -21,7 +21,7 @@ GATED_DELTA_RULE = "torch_chunk_gated_delta_rule"
 HOPPER = 9
 """Major number of its compute capability."""
 BROKEN, MENDED = Version("3.4"), Version("3.7.1")
-"""Of Triton."""
+"""The first Triton whose kernel is wrong, and the first that is right again."""
 REPLACES, TRUSTS_MENDED = Version("0.5"), Version("0.6")
 """Versions of flash-linear-attention that have tilelang's kernel, and that know of the mended
 Triton."""

@@ -26,7 +26,7 @@ class Limit(NamedTuple):
 
 
 def _key_size(layer: Any) -> int:
-    """Of a head in a gated delta net, or in Kimi Delta Attention."""
+    """The key size of a head in a gated delta net, or in Kimi Delta Attention."""
     return int(layer.head_k_dim if hasattr(layer, "head_k_dim") else layer.head_dim)
 
 
@@ -35,7 +35,7 @@ def _taps(layer: nn.Module) -> int:
 
 
 def _channels(layer: nn.Module) -> int:
-    """Those of a convolution that has a number of them which is no multiple of 8, if one has."""
+    """Finds a convolution's number of channels that is no multiple of 8, if there is one."""
     return max((conv.out_channels for conv in _convolutions(layer)), key=lambda n: n % 8, default=8)
 
 
@@ -124,7 +124,7 @@ class Countable(NamedTuple):
     """What one package's kernels can count."""
 
     tokens: int
-    """Of all rows of a batch together."""
+    """How many tokens all rows of a batch have together."""
     package: str
 
     def problem(self, num_tokens: int) -> str | None:

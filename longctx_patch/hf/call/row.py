@@ -25,7 +25,7 @@ class ShardedRow:
     cut: Cut | None = None
     """Whose tokens of the row it has; None if that can't be read."""
     checksum: int = 0
-    """Of what all ranks of a group have alike: the rows, their documents and their padding."""
+    """A checksum of what all ranks of a group have alike: rows, their documents and padding."""
     most_id: int = 0
     """The largest token of the whole rows."""
     longest: int = 0

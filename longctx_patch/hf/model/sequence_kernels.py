@@ -60,7 +60,7 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
 
 
 def functions_of(mixer: nn.Module) -> dict[str, Function]:
-    """Those functions that the forward of a recurrent layer calls and that have a kernel."""
+    """Returns the functions that a recurrent layer's forward calls and that have a kernel."""
     forward = transformers_api.code_of(type(mixer))
     names = [name for name in KERNELS if name in forward.__code__.co_names]
     return {name: forward.__globals__[name] for name in names}
