@@ -83,6 +83,10 @@ def test_refusals_name_value_rule_and_fix(flags: list[str], message: str) -> Non
     ("content", "message"),
     [
         ("steps: 3\n", "unknown setting steps. Here it is called max_steps"),
+        (
+            "max_loss_spike: 5\n",
+            "unknown setting max_loss_spike. A loss that jumps .*max_grad_norm",
+        ),
         ("max_steps: many\n", "'many' should be of type int"),
         ("max_steps: 3.5\n", "3.5 should be of type int"),
         ("learning_rate: fast\n", "'fast' should be of type float"),
@@ -101,6 +105,11 @@ def test_a_wrong_file_is_refused(content: str, message: str, tmp_path: Path) -> 
         parse_settings([*NEEDED, "--settings", str(file)])
     with pytest.raises(ValueError, match="no such file"):
         parse_settings(["--settings", str(tmp_path / "none.yaml")])
+
+
+def test_a_flag_that_went_is_refused_with_the_reason() -> None:
+    with pytest.raises(ValueError, match=r"--ulysses-waves.*Heads are exchanged all at once.*out"):
+        parse_settings([*NEEDED, "--ulysses-waves", "2"])
 
 
 def test_help_is_the_docstring_of_the_configs_field() -> None:

@@ -267,3 +267,10 @@ def test_ligers_fused_loss_is_refused_and_its_layers_are_not() -> None:
     assert "use_liger_kernel=True with its fused cross entropy" in problem
     args.liger_kernel_config = {"fused_linear_cross_entropy": False}
     assert not list(trainer_problems(trainer, RING))
+
+
+def test_an_argument_that_went_is_refused_with_the_reason() -> None:
+    with pytest.raises(
+        ValueError, match=r"max_loss_spike is no setting any more\. .*skip_bad_steps"
+    ):
+        LongContextTrainer(long_context=RING, max_loss_spike=5.0)
