@@ -5,7 +5,10 @@ This needs neither torch nor transformers.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Literal
+
+from packaging.version import Version
 
 from longctx_patch.families.facts import FULL, ModelFacts, Reach, is_latent, text_config
 
@@ -14,6 +17,8 @@ if TYPE_CHECKING:
 
 RopeKind = Literal["none", "theta", "yarn", "llama3", "longrope", "linear", "dynamic"]
 SCALINGS: tuple[RopeKind, ...] = ("theta", "yarn", "llama3", "longrope", "linear", "dynamic")
+LONGROPE_PER_TYPE = Version("5.21")
+"""The first transformers that runs longrope for one type of layers more than once."""
 STRETCHED = ("default", "linear", "proportional")
 """RoPE types that state no length from before their scaling: they can be stretched further."""
 WITHOUT_POSITIONS = frozenset({"kimi_linear", "nemotron_h"})
@@ -86,6 +91,15 @@ _RESTRICTIONS: tuple[_Restriction, ...] = (
         ("theta", "yarn", "dynamic"),
         "vLLM computes latent attention and M-RoPE with no scaling but YaRN",
     ),
+    (
+        lambda config, rope: (
+            "rope_type" not in config.rope_parameters
+            and Version(version("transformers")) < LONGROPE_PER_TYPE
+        ),
+        tuple(kind for kind in SCALINGS if kind != "longrope"),
+        f"transformers before {LONGROPE_PER_TYPE} raises an error in the second pass with longrope "
+        "for one type of layers",
+    ),
 )
 """(whether it is so, the kinds that are left, why): what would be read by nobody, or otherwise by
 vLLM than by transformers."""
@@ -99,8 +113,9 @@ def possible_kinds(config: "PreTrainedConfig") -> tuple[tuple[RopeKind, ...], st
         return (), str(error)
     found, reasons = SCALINGS, []
     for is_so, kinds, why in _RESTRICTIONS:
-        if is_so(config, rope):
-            found = tuple(kind for kind in found if kind in kinds)
+        left = tuple(kind for kind in found if kind in kinds)
+        if left != found and is_so(config, rope):
+            found = left
             reasons.append(why)
     return found, "; ".join(reasons)
 
