@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 DEPTHS = (5.0, 25.0, 50.0, 75.0, 95.0)
 SHORTEST = 4096
 """The first of the default lengths, where the context is eight times as long or more."""
+LEAST = 512
+"""A shorter default length has no room for most tasks."""
 ROOM = 0.6
 """Share of a GPU's memory that weights may take: rows need the rest."""
 
@@ -109,7 +111,7 @@ def depth(text: str) -> float:
 @click.option(
     "--allow-beyond-reach", is_flag=True, help="Lengths beyond what RUN_OR_MODEL's RoPE reaches."
 )
-@click.option("--tokenizer", default="", help="Name or folder if not the model's own; 'bytes'.")
+@click.option("--tokenizer", default="", help="Name or folder if not the models' own; 'bytes'.")
 @click.option(
     "--dtype",
     type=Choice(("float32", "bfloat16", "float16")),
@@ -161,6 +163,8 @@ def decide(target: str, options: dict[str, Any]) -> Decided:
     lengths = _lengths(tuned, options)
     tuned = tuned.with_(seq_len=options["context"] or lengths[-1])
     others = [find(each) for each in options["beside"]]
+    if options["tokenizer"]:
+        others = [each.with_(tokenizer=options["tokenizer"]) for each in others]
     if not (others or options["alone"]) and (base := base_of(tuned)) is not None:
         others = [base]
     # They are evaluated beyond their reach as they are, which the result says.
@@ -224,8 +228,8 @@ def _lengths(tuned: "Evaluated", options: dict[str, Any]) -> tuple[int, ...]:
         if context is None:
             raise ValueError("the model reaches any length: give --lengths 4K,16K,64K.")
         powers = (2**n for n in range(context.bit_length()))
-        first = min(SHORTEST, context // 8)
-        asked = (*(length for length in powers if length >= max(first, 2)), context)
+        first = max(min(SHORTEST, context // 8), LEAST)
+        asked = (*(length for length in powers if length >= first), context)
     longest = max(asked)
     if options["context"] and longest > options["context"]:
         raise ValueError(

@@ -75,6 +75,13 @@ def test_what_is_left_open_follows_from_the_model(asked: Callable[..., Any], mod
     assert (only["ulysses"], only["ring"]) == (2, 2)  # it has two key-value heads
     (only,) = asked(model, "--num-processes", 4, "--ring", 2, "--ulysses", 1)["models"]
     assert (only["ulysses"], only["ring"]) == (1, 2)
+    config = model / "config.json"
+    before = config.read_text()
+    config.write_text(json.dumps(json.loads(before) | {"max_position_embeddings": 1024}))
+    assert asked(model)["lengths"] == [512, 1024]  # shorter rows have no room for most tasks
+    config.write_text(before)
+    bytewise = asked(model, "--beside", model, "--lengths", 512, "--tokenizer", "bytes")["models"]
+    assert [each["tokenizer"] for each in bytewise] == ["bytes"] * 2
     beside = asked(model, "--beside", model, "--lengths", 512)["models"]
     assert [each["label"] for each in beside] == ["tiny (1)", "tiny (2)"]
 
