@@ -4,17 +4,18 @@
         --other news.jsonl
 
 Each run is `longctx patch`, `longctx train` and `longctx eval` in processes of their own; the
-published model is evaluated beside it. Long documents are Python sources of the packages that are
-installed here, the files of a folder joined; those of `HELD_OUT` are kept for evaluation. Short
-documents are the packages' descriptions, and those of --short. With --recalls, statements in long
-documents are made again further on (artificial needles, arXiv 2406.19292), with another wording
-than any task has. --other names texts of another kind than those trained on: the loss at 0 to 8K
-tokens has to stay. Writes extension.jsonl, extension.md, and each evaluation's scores.json and
-scores.png.
+published model is evaluated beside it, and so is the untrained one of the same RoPE. Long documents
+are Python sources of the packages that are installed here, the files of a folder joined; those of
+`HELD_OUT` are kept for evaluation. Short documents are the packages' descriptions, and those of
+--short. With --recalls, statements in long documents are made again further on (artificial needles,
+arXiv 2406.19292), with another wording than any task has. --other names texts of another kind than
+those trained on: the loss at 0 to 8K tokens has to stay. Writes extension.jsonl, extension.md, and
+each evaluation's scores.json and scores.png.
 """
 
 import argparse
 import json
+import math
 import os
 import random
 import re
@@ -40,9 +41,14 @@ MOST_LONG = 3_000_000
 """Characters of a joined document, about 30 and 900 thousand tokens."""
 MOST_TRAINED = 80_000_000
 """Characters of all long documents, more than the runs read."""
-RECALL_EVERY = 12_000
-"""Characters between statements that are made again, about 4,000 tokens."""
+RECALL_EVERY = 2_000
+"""Characters between statements that are made again, about 600 tokens."""
+RECALL_TOKENS = 60
+"""What a statement that is made twice adds to a document."""
+PIECE = 1.12
+"""Rows in a document with statements: a little more than one, so that it fills the row."""
 OTHER_LENGTH = 8192
+DEPTHS = "0,5,25,50,75,95,100"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,18 +104,38 @@ def descriptions(root: Path) -> Iterator[str]:
             yield text
 
 
-def with_recalls(text: str, draw: random.Random, most_chars: int) -> str:
-    """A document in which statements are made twice, at most `most_chars` characters apart, so that
-    the second one is predicted by who has read the first."""
+def pieces(documents: list[str], row_tokens: int, tokenizer: Any) -> Iterator[tuple[str, int]]:
+    """Documents of about `PIECE` rows, each with the characters of a row, which four windows of its
+    document tell."""
+    window = 8000
+    for text in documents:
+        windows = [text[n * len(text) // 4 :][:window] for n in range(4)]
+        tokens = sum(map(len, tokenizer(windows, add_special_tokens=False)["input_ids"]))
+        chars = sum(map(len, windows))
+        row = int(row_tokens * chars / (tokens + chars / RECALL_EVERY * RECALL_TOKENS))
+        size = int(PIECE * row)
+        yield from ((text[start : start + size], row) for start in range(0, len(text), size))
+
+
+def with_recalls(text: str, draw: random.Random, row_chars: int) -> str:
+    """A document in which statements are made twice, so that the second one is predicted by who has
+    read the first: two of three at the end of the row, whose distances are all that the row has,
+    the others at distances of which short ones are as frequent as long ones."""
     words = sorted(set(re.findall(r"\b[a-z]{4,9}\b", text[:200_000])))
+    span = min(row_chars, len(text))
     added: list[tuple[int, str]] = []
-    for _ in range(len(text) // RECALL_EVERY):
+    for number in range(len(text) // RECALL_EVERY):
         thing = f"{draw.choice(words)} {draw.choice(words)}"
         code = "".join(draw.choices("0123456789", k=draw.randint(4, 8)))
+        if number % 3:
+            place = draw.randrange(int(0.85 * span))
+            again = int(draw.uniform(0.85, 1.05) * span)
+        else:
+            place = draw.randrange(len(text))
+            again = place + int(math.exp(draw.uniform(math.log(500), math.log(row_chars))))
         line = f"\nNote: the {thing} has the number {code}. Keep it in mind.\n"
-        place = draw.randrange(len(text))
-        again = min(place + 1 + int(most_chars * draw.random()), len(text))
-        added += [(place, line), (again, f"\nAs noted, the {thing} has the number {code}.\n")]
+        added.append((place, line))
+        added.append((min(again, len(text)), f"\nAs noted, the {thing} has the number {code}.\n"))
     parts, end = [], 0
     for place, line in sorted(added):
         parts += [text[end:place], line]
@@ -117,7 +143,7 @@ def with_recalls(text: str, draw: random.Random, most_chars: int) -> str:
     return "".join([*parts, text[end:]])
 
 
-def write_texts(folder: Path, *, recalls: bool, most_tokens: int) -> None:
+def write_texts(folder: Path, *, recalls: bool, row_tokens: int, tokenizer: Any) -> None:
     """long.jsonl, short.jsonl and held.jsonl."""
     root, draw = Path(sysconfig.get_paths()["purelib"]), random.Random(0)
     packages = sorted(path.name for path in root.iterdir() if (path / "__init__.py").is_file())
@@ -127,7 +153,8 @@ def write_texts(folder: Path, *, recalls: bool, most_tokens: int) -> None:
     ends = accumulate(map(len, long))
     long = [text for text, end in zip(long, ends, strict=True) if end <= MOST_TRAINED]
     if recalls:
-        long = [with_recalls(text, draw, 3 * most_tokens) for text in long]
+        parts = pieces(long, row_tokens, tokenizer)
+        long = [with_recalls(text, draw, row) for text, row in parts if len(text) > RECALL_EVERY]
     held = joined_sources([name for name in HELD_OUT if name in packages], root)
     for name, texts in (("long", long), ("short", descriptions(root)), ("held", held)):
         lines = [json.dumps({"text": text}) + "\n" for text in texts]
@@ -194,12 +221,17 @@ def extend(run: Commands, name: str, recipe: Run, arguments: argparse.Namespace)
     )
     rate = f"--learning-rate={recipe.learning_rate}"
     ended = ended and run(f"{name}.train", "train", name, rate, "--warmup-steps=10")
-    tasks = [f"--tasks={arguments.tasks}", f"--lengths={lengths}", "--text=held.jsonl"]
-    tasks.append(f"--samples={arguments.samples}")
-    ended = ended and run(f"{name}.eval", "eval", name, *tasks, "--out", f"{name}_eval", *run.where)
-    if ended and arguments.other:
+    tasks = (f"--tasks={arguments.tasks}", f"--lengths={lengths}", f"--depths={arguments.depths}")
+    tasks += ("--text=held.jsonl", *run.where)
+    samples = f"--samples={arguments.samples}"
+    if not (ended and run(f"{name}.eval", "eval", name, *tasks, samples, "--out", f"{name}_eval")):
+        return
+    if arguments.other:
         other = ("--tasks=", "--lengths=8K", "--text=other.jsonl")
         run(f"{name}.other", "eval", name, *other, "--out", f"{name}_other", *run.where)
+    rope = ("--context", recipe.context, *recipe.options[:2])
+    untrained = ("eval", arguments.model, *rope, *tasks, "--samples=2")
+    run(f"{name}.untrained", *untrained, "--out", f"{name}_untrained")
 
 
 def write_report(folder: Path) -> None:
@@ -230,6 +262,7 @@ def main() -> None:
     parser.add_argument("--recalls", action="store_true")
     parser.add_argument("--mixture", default="prolong")
     parser.add_argument("--tasks", default="passkey,niah_single_1,niah_single_2")
+    parser.add_argument("--depths", default=DEPTHS)
     parser.add_argument("--samples", type=int, default=6)
     parser.add_argument("--lengths", default="", help="of the evaluation [4K to the context]")
     parser.add_argument("--budget-s", type=float, default=3600.0)
@@ -240,9 +273,10 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     run = Commands(folder, Budget(arguments.budget_s), where=("--cpu",) if arguments.cpu else ())
     most = max(int(RUNS[name].context[:-1]) for name in arguments.runs) * 1024
-    write_texts(folder, recalls=arguments.recalls, most_tokens=most)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    write_texts(folder, recalls=arguments.recalls, row_tokens=most, tokenizer=tokenizer)
     if arguments.other:
-        write_other(folder, arguments.other, AutoTokenizer.from_pretrained(arguments.model))
+        write_other(folder, arguments.other, tokenizer)
     for name in arguments.runs:
         extend(run, name, RUNS[name], arguments)
         write_report(folder)

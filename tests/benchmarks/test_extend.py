@@ -8,19 +8,34 @@ import extend
 
 
 def test_statements_are_made_again_further_on_and_the_text_stays() -> None:
-    text = "".join(f"line {n} of a document about something\n" for n in range(4000))
-    most = 20_000
-    found = extend.with_recalls(text, random.Random(0), most)
+    text = "".join(f"line {n} of a document about something\n" for n in range(8000))
+    row = 200_000
+    found = extend.with_recalls(text, random.Random(0), row)
     first = r"\nNote: the (\w+ \w+) has the number (\d+)\. Keep it in mind\.\n"
     again = r"\nAs noted, the (\w+ \w+) has the number (\d+)\.\n"
     places = {match.groups(): match.start() for match in re.finditer(first, found)}
     assert len(places) == len(text) // extend.RECALL_EVERY
     repeated = {match.groups(): match.start() for match in re.finditer(again, found)}
     assert repeated.keys() == places.keys()
-    for said, place in places.items():
-        # Other statements may lie between the two.
-        assert 0 < repeated[said] - place < most + 200 * len(places)
+    added = len(found) - len(text)
+    distances = [repeated[said] - place for said, place in places.items()]
+    assert min(distances) > 0
+    assert max(distances) < 1.05 * row + added
+    # A third of them are longer than half of a row.
+    assert sum(distance > row // 2 for distance in distances) > len(places) // 3
     assert re.sub(again, "", re.sub(first, "", found)) == text
+
+
+def test_documents_with_statements_fill_a_row_and_little_more() -> None:
+    def tokenizer(texts: list[str], **_: bool) -> dict[str, list[list[str]]]:
+        return {"input_ids": [re.findall("....", text) for text in texts]}
+
+    text = "x = 1 or" * 20_000
+    parts = list(extend.pieces([text], 10_000, tokenizer))
+    assert "".join(part for part, _ in parts) == text
+    # Four characters a token, and 0.03 tokens of statements for each character.
+    assert {row for _, row in parts} == {int(10_000 / 0.28)}
+    assert {len(part) for part, _ in parts[:-1]} == {int(extend.PIECE * int(10_000 / 0.28))}
 
 
 def test_a_folder_is_a_document_if_it_is_long_enough(tmp_path: Path) -> None:
