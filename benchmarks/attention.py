@@ -39,7 +39,7 @@ from report import (
 from longctx_patch import Workload, explain
 from longctx_patch.config import HardwareName
 
-PEERS = ("ideal", "ours", "torch_cp", "ulysses", "ring_flash_attn_peer", "yunchang_peer")
+PEERS = ("ideal", "ours", "torch_cp", "ulysses")
 HEADS = ("32/8", "32/32", "28/4")
 TOKENS = (16384, 65536, 131072)
 

@@ -27,12 +27,10 @@ PACKAGES = (
     "liger-kernel",
     "longctx-patch",
     "peft",
-    "ring-flash-attn",
     "transformers",
     "triton",
     "trl",
     "unsloth",
-    "yunchang",
 )
 
 Row = dict[str, Any]
@@ -78,22 +76,6 @@ class Clock:
             event.record()
         torch.cuda.synchronize(self.device)
         return slowest([start.elapsed_time(stop) * 1e-3 for start, stop in pairwise(events)])
-
-    def aligned_time(self, call: Callable[[], object]) -> Timing:
-        """Time calls that all ranks begin together, each to the end of its work on the device."""
-        self.warm_up(call)
-        return slowest([self._aligned_s(call) for _ in range(self.iterations)])
-
-    def _aligned_s(self, call: Callable[[], object]) -> float:
-        if not self.on_cuda:
-            return self._host_s(call)
-        self.meet()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        torch.cuda.synchronize(self.device)
-        return begin.elapsed_time(end) * 1e-3
 
     def host_time(self, call: Callable[[], object]) -> Timing:
         """Time the launch of a warm call on an idle device; on CPU that is the whole call."""

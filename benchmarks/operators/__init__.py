@@ -74,22 +74,6 @@ def contiguous(problem: Problem, job: Job) -> Tensor:
     return layout.contiguous(problem.num_tokens, job.num_ranks).positions(job.rank, job.device)
 
 
-def zigzag(problem: Problem, job: Job) -> Tensor:
-    """Positions of this rank's tokens, if each has a chunk from the start and one from the end."""
-    return layout.zigzag(problem.num_tokens, job.num_ranks).positions(job.rank, job.device)
-
-
-def edges_of(problem: Problem, job: Job) -> Tensor:
-    """int32: where each document begins and the last one ends, as `cu_seqlens`."""
-    lengths = problem.lengths or (problem.num_tokens,)
-    return torch.tensor((0, *lengths), device=job.device).cumsum(0).int()
-
-
-def window_of(problem: Problem) -> tuple[int, int]:
-    """The window as FlashAttention counts it, without the token itself."""
-    return (-1, -1) if problem.window is None else (problem.window - 1, 0)
-
-
 def require_plain(problem: Problem, covered: Sequence[str] = ("causal",)) -> None:
     if problem.mask not in covered:
         raise NotCovered(f"{problem.mask}: it covers {', '.join(covered)}")

@@ -214,8 +214,8 @@ _FLASH_ATTN_2 = KernelRates(
 )
 
 # `RecurrentShape.run_flops * tokens / seconds` for the forward of a shard. Measured on
-# H100, which computes as fast as an H200: delta rules, with benchmarks/recurrence_shared.py, whose
-# forward by states is two shards' after one another. It is 0.1 of the rate of large matrix
+# H100, which computes as fast as an H200: delta rules, by a forward over two ranks, which is two
+# shards' after one another (docs/results/performance.md). It is 0.1 of the rate of large matrix
 # products: these kernels compute small ones and pass states from chunk to chunk. A decay per
 # channel adds work to each. Estimated: 0.05 and 0.25 of that rate.
 _H200_RECURRENT = RecurrentRates(

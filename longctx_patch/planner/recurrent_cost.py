@@ -41,7 +41,7 @@ from longctx_patch.sequence.layout import Layout
 
 BACKWARD = 2.6
 """Seconds of backward for each of forward: it computes the inner states again, and each product has
-two gradients. Measured for delta rules (benchmarks/recurrence_shared.py), estimated for others."""
+two gradients. Measured for delta rules (docs/results/performance.md), estimated for others."""
 
 HOST_CALL_S = 300e-6
 """Seconds of the CPU for one call of such a kernel, which launches several. Estimated."""

@@ -2,9 +2,10 @@
 
 Names and parameters are the packages' own (without some that training has no use for), so that an
 argument under a wrong name is a TypeError here as there, and so are their demands. What they
-compute is that of the benchmarks' stand-in for flash-attn 2.
+compute is that of the kernel `reference`.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,15 +15,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx_patch.kernels import Kernel
+from longctx_patch.kernels import BackwardInputs, Kernel, Score, Segments, Window, available
 from longctx_patch.kernels.backends.flash_attn import FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4
 from longctx_patch.kernels.installed import Package
-from tests import benchmarks  # puts the folder of `operators` on the path
-
-assert benchmarks
-from operators import flash_attn_2_over_torch as stand_in  # noqa: E402
 
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+_FA2_RULE = (
+    "dropout_p, softmax_scale, causal, window_size_left=-1, window_size_right=-1, softcap=0.0, "
+    "alibi_slopes=None"
+)
+_FA2_GIVEN = "dout, q, k, v, out, softmax_lse, dq, dk, dv"
+_FA2_UNUSED = "block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False"
+FA2 = {
+    "_flash_attn_forward": f"q, k, v, {_FA2_RULE}, return_softmax=False",
+    "_flash_attn_varlen_forward": f"q, k, v, {', '.join(LENGTHS)}, {_FA2_RULE}, "
+    f"return_softmax=False, {_FA2_UNUSED}",
+    "_flash_attn_backward": f"{_FA2_GIVEN}, {_FA2_RULE}, deterministic=False, rng_state=None",
+    "_flash_attn_varlen_backward": f"{_FA2_GIVEN}, {', '.join(LENGTHS)}, {_FA2_RULE}, "
+    "deterministic=False, rng_state=None, zero_tensors=False",
+}
 FA3_FORWARD = (
     "fwd(Tensor q, Tensor k, Tensor v, Tensor? k_new=None, Tensor? v_new=None, Tensor? q_v=None, "
     "Tensor(a!)? out=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
@@ -98,19 +109,55 @@ def check_results(dout: Tensor, out: Tensor, softmax_lse: Tensor, q: Tensor) -> 
 
 
 def forward(**given: Any) -> tuple[Any, ...]:
-    """The stand-in's forward under the packages' requirements; absent bounds are -1."""
+    """(out like q, lse, None, None) under the packages' requirements; absent bounds are -1.
+
+    The lse is `[B, H, L]` or, for packed rows, `[H, tokens]`.
+    """
     assert type(given["window_size_left"]) is type(given["window_size_right"]) is int
     check_inputs(**given)
     assert given.get("num_splits", 1) == 1
-    return stand_in.forward(**given)
+    q, k, v = (given[name] for name in "qkv")
+    packed = q.ndim == 3
+    tensors = (x[None] if packed else x for x in (q, k, v))
+    out, lse = available()["reference"].forward(*tensors, *_on_cpu(**given))
+    return (out[0], lse[0], None, None) if packed else (out, lse, None, None)
 
 
 def backward(**given: Any) -> tuple[Tensor, ...]:
-    """The stand-in's backward under the packages' requirements: (dq, dk, dv)."""
+    """(dq, dk, dv) under the packages' requirements."""
     check_inputs(**given)
     check_results(*(given[name] for name in ("dout", "out", "softmax_lse", "q")))
     assert isinstance(given["softcap"], float)
-    return stand_in.backward(**given)
+    packed = given["q"].ndim == 3
+    tensors = [given[name] for name in ("dout", "q", "k", "v", "out", "softmax_lse")]
+    inputs = BackwardInputs(*(x[None] if packed else x for x in tensors))
+    grads = available()["reference"].backward(inputs, *_on_cpu(**given))
+    return tuple(grad[0] if packed else grad for grad in grads)
+
+
+def _on_cpu(
+    q: Tensor,
+    k: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float | None,
+    **others: Any,
+) -> tuple[Segments, Score]:
+    """What the plain kernel is told in place of a package's arguments."""
+    assert not others.get("dropout_p")
+    assert others.get("alibi_slopes") is None
+    rows, columns = (
+        (whole,) if edges is None else tuple(edges.diff().tolist())
+        for edges, whole in (
+            (others.get("cu_seqlens_q"), q.shape[1]),
+            (others.get("cu_seqlens_k"), k.shape[1]),
+        )
+    )
+    left = None if window_size_left < 0 else window_size_left
+    right = 0 if causal else None if window_size_right < 0 else window_size_right
+    return Segments(rows, columns, Window(left, right)), Score(softmax_scale, softcap or None)
 
 
 def write(dq: Tensor, dk: Tensor, dv: Tensor, **given: Any) -> Tensor:
@@ -143,10 +190,8 @@ class Calls:
 def flash_attn_2(calls: Calls | None = None) -> Any:
     """Module `flash_attn.flash_attn_interface` of 2.8.3."""
     module = SimpleNamespace()
-    for name in ("_flash_attn_forward", "_flash_attn_varlen_forward"):
-        _put(module, name, None, forward, calls)
-    for name in ("_flash_attn_backward", "_flash_attn_varlen_backward"):
-        _put(module, name, None, write, calls)
+    for name, parameters in FA2.items():
+        _put(module, name, parameters, forward if name.endswith("forward") else write, calls)
     return module
 
 
@@ -185,13 +230,25 @@ def flash_attn_3_ops(calls: Calls | None = None) -> Iterator[None]:
 
 
 def _put(
-    module: Any, name: str, parameters: str | None, run: Callable[..., Any], calls: Calls | None
+    module: Any, name: str, parameters: str, run: Callable[..., Any], calls: Calls | None
 ) -> None:
-    run = (calls or Calls()).noted(name, run)
-    if parameters is None:  # the parameters of flash-attn 2
-        signature = stand_in.FUNCTIONS[name].__signature__  # type: ignore[attr-defined]
-        parameters = str(signature).strip("()")
-    setattr(module, name, stand_in.function(name, parameters, run))
+    setattr(module, name, _function(parameters, (calls or Calls()).noted(name, run)))
+
+
+def _function(parameters: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """A function with parameters such as "q, k, softcap=0.0", which calls `run` with their names.
+
+    The adapters read the parameters with `inspect`.
+    """
+    signature = inspect.signature(eval(f"lambda {parameters}: None"))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return run(**bound.arguments)
+
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    return call
 
 
 def _with_bounds(given: dict[str, Any]) -> dict[str, Any]:
