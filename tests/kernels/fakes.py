@@ -116,10 +116,9 @@ def forward(**given: Any) -> tuple[Any, ...]:
     assert type(given["window_size_left"]) is type(given["window_size_right"]) is int
     check_inputs(**given)
     assert given.get("num_splits", 1) == 1
-    q, k, v = (given[name] for name in "qkv")
-    packed = q.ndim == 3
-    tensors = (x[None] if packed else x for x in (q, k, v))
-    out, lse = available()["reference"].forward(*tensors, *_on_cpu(**given))
+    packed = given["q"].ndim == 3
+    q, k, v = (given[name][None] if packed else given[name] for name in "qkv")
+    out, lse = available()["reference"].forward(q, k, v, *_on_cpu(**given))
     return (out[0], lse[0], None, None) if packed else (out, lse, None, None)
 
 

@@ -11,10 +11,10 @@ from longctx_patch.planner.job import parse_cluster
 from longctx_patch.planner.model_shape import shape_of
 from longctx_patch.planner.step_memory import LAYER_OBJECTS_BYTES, loading_bytes
 from longctx_patch.processes import run_processes
+from tests.planner import host_memory
 from tests.planner.jobs import candidate, llama_job, llama_shape
 
 import tests.benchmarks  # puts the scripts' folder on the path  # noqa: F401  # isort: skip
-import host_memory
 from model_shapes import model_config
 
 WEIGHTS = 8_030_261_248
