@@ -135,7 +135,7 @@ class DegreeChooser:
         what = f"{' and '.join(kinds) or 'causal rows'} on {self.hardware.name.upper()}"
         reason = f"for {what}, a layer predicted: {_times(costs, num_layers)}"
         if settings.pack:
-            reason += f"; documents of {TYPICAL_TOKENS} tokens assumed"
+            reason += f"; this assumes documents of {TYPICAL_TOKENS:,} tokens"
         return reason
 
 

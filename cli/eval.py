@@ -16,12 +16,14 @@ import yaml
 
 from longctx_patch.cli.arguments import Choice, Tokens
 from longctx_patch.cli.text_table import size_text
-from longctx_patch.cli.train import import_shared, limit_threads
+from longctx_patch.cli.train import hides_gpus, import_shared, limit_threads
 from longctx_patch.cli.train import start as start_processes
 from longctx_patch.config import LongContextConfig
 from longctx_patch.families.checks import check_model_config
 from longctx_patch.families.facts import ModelFacts
 from longctx_patch.families.rope_facts import SCALINGS
+from longctx_patch.recipes.run_record import outputs_of
+from longctx_patch.recipes.yaml_file import read_yaml
 from longctx_patch.rules.number_rules import parse_tokens
 
 if TYPE_CHECKING:
@@ -122,7 +124,9 @@ def depth(text: str) -> float:
 )
 @click.option("--ulysses", type=click.IntRange(1), help="Ulysses degree [the run's, or by heads].")
 @click.option("--ring", type=click.IntRange(1), help="Ring degree [the rest].")
-@click.option("--cpu", is_flag=True, help="Processes on the CPU in place of GPUs.")
+@click.option(
+    "--cpu/--no-cpu", default=None, help="Processes on the CPU in place of GPUs [as the run]."
+)
 @click.option("--dry-run", is_flag=True, help="Check all, write asked.json, and start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print scores.json on stdout.")
 def eval_command(target: str, as_json: bool, dry_run: bool, **options: Any) -> None:
@@ -134,7 +138,7 @@ def eval_command(target: str, as_json: bool, dry_run: bool, **options: Any) -> N
     its length. Everything is checked before they start. The folder gets scores.json and scores.png;
     `longctx report RUN` shows them.
     """
-    decided = decide(target, options)
+    decided = decide(target, options, is_dry=dry_run)
     start(decided, waits=dry_run)
     if not dry_run:
         _show(decided.folder, as_json=as_json)
@@ -149,16 +153,21 @@ class Decided(NamedTuple):
     """Where it is written."""
 
 
-def decide(target: str, options: dict[str, Any]) -> Decided:
+def decide(target: str, options: dict[str, Any], *, is_dry: bool) -> Decided:
     """What is evaluated, over which processes. Reads files, and no weights.
 
     Raises ValueError for what can't be evaluated.
     """
+    outputs_of(Path(target).expanduser())  # a run without a model is refused before long imports
+
     from longctx_patch.plugin import accelerate_yaml
     from longctx_patch.recipes.data.addresses import absolute
     from longctx_patch.recipes.evaluate import FILES, EvalSettings
     from longctx_patch.recipes.evaluated import base_of, find
 
+    if options["cpu"] is None:
+        launch = Path(target).expanduser() / "accelerate.yaml"
+        options["cpu"] = launch.is_file() and hides_gpus(read_yaml(launch))
     tuned = _as_asked(find(target), options)
     lengths = _lengths(tuned, options)
     tuned = tuned.with_(seq_len=options["context"] or lengths[-1])
@@ -198,7 +207,7 @@ def decide(target: str, options: dict[str, Any]) -> Decided:
             cpu=options["cpu"],
             mixed_precision="no",
         ),
-        _folder(target, tuned, options["out"]),
+        _folder(target, tuned, options["out"], is_dry=is_dry),
     )
 
 
@@ -270,7 +279,7 @@ def _world(
         )
     if not cpu and number > there:
         raise ValueError(
-            f"{number} GPU(s) to evaluate on, and torch finds {there} here: `longctx "
+            f"{number} GPUs to evaluate on, and torch finds {there} here: `longctx "
             "doctor` says what is missing. Give fewer --num-processes, or --cpu."
         )
     configs = [config_of(each) for each in models]
@@ -314,7 +323,7 @@ def _is_sharded(model: "Evaluated", config: Any, number: int, *, cpu: bool) -> b
     if taken <= ROOM * memory:
         return False
     what = (
-        f"{model.label} has {size_text(taken)} of weights, and each of {number} process(es) has "
+        f"{model.label} has {size_text(taken)} of weights, and each process of {number} has "
         f"{size_text(memory)} of memory"
     )
     if cpu or taken > ROOM * memory * number:
@@ -338,15 +347,19 @@ def memory_of_each(number: int, *, cpu: bool) -> float:
     return min((float(size) * 2**20 for size in said.split() if size.isdigit()), default=math.inf)
 
 
-def _folder(target: str, tuned: "Evaluated", asked: Path | None) -> Path:
-    """--out; else RUN/eval or ./eval-NAME, with a number behind it where there is one already."""
+def _folder(target: str, tuned: "Evaluated", asked: Path | None, *, is_dry: bool) -> Path:
+    """--out; else RUN/eval or ./eval-NAME, with a number behind it where there is one already. A
+    dry run's has a name of its own, and is written anew until it has scores."""
+    from longctx_patch.recipes.evaluate import SCORES_FILE
+
     if asked is not None:
         if asked.exists() and (not asked.is_dir() or any(asked.iterdir())):
             raise ValueError(f"--out {str(asked)!r} holds files. Give a new or empty folder.")
         return asked.expanduser().resolve()
     first = Path(target).expanduser() / "eval" if tuned.is_run else Path(f"eval-{tuned.label}")
+    first, sign = (first.with_name(f"{first.name}-dry"), SCORES_FILE) if is_dry else (first, "")
     others = (first.with_name(f"{first.name}-{number}") for number in count(2))
-    return next(place for place in chain([first], others) if not place.exists()).resolve()
+    return next(p for p in chain([first], others) if not (p / sign).exists()).resolve()
 
 
 def start(decided: Decided, *, waits: bool) -> None:

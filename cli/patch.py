@@ -9,6 +9,7 @@ from longctx_patch.cli.arguments import Choice, Gpus, Tokens
 from longctx_patch.families.rope_facts import SCALINGS
 from longctx_patch.memory.policies import POLICIES
 from longctx_patch.recipes.data.unwritten import FIELDS
+from longctx_patch.recipes.lengths import read_stages
 
 TOO_LONG = ("refuse", "cut", "split")
 
@@ -32,7 +33,7 @@ class OneModel(click.Command):
 
 @click.command("patch", cls=OneModel, short_help="Write a run folder that fine-tunes a model.")
 @click.argument("model")
-@click.option("--seq-len", type=Tokens(), required=True, help="Tokens: 131072, 128K or 1M.")
+@click.option("--seq-len", type=Tokens(), help="Tokens: 131072, 128K or 1M [longest of --stages].")
 @click.option("--gpus", type=Gpus(), required=True, help="In all, over all nodes: 4, or 4xH200.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="New run folder.")
 @click.option(
@@ -47,7 +48,9 @@ class OneModel(click.Command):
     help="JSON list of the factors of --rope longrope [the model's].",
 )
 @click.option(
-    "--allow-beyond-reach", is_flag=True, help="Train rows beyond what its RoPE reaches, as it is."
+    "--allow-beyond-reach",
+    is_flag=True,
+    help="Train on rows that its unchanged RoPE doesn't reach.",
 )
 @click.option("--lora/--full", default=True, help="Train an adapter or every weight [lora].")
 @click.option(
@@ -135,7 +138,7 @@ class OneModel(click.Command):
 @click.option(
     "--stages",
     default="",
-    help="Row lengths in stages, each with its steps: 16K:200,64K:100; --seq-len is the longest.",
+    help="Row lengths in stages, each with its steps: 16K:200,64K:100.",
 )
 @click.option(
     "--eval-data", multiple=True, help="What to evaluate on, of the same kind: DATASET:test."
@@ -170,7 +173,7 @@ class OneModel(click.Command):
     help="Tokens of a conversation that are learned [assistant].",
 )
 @click.option("--cpu", is_flag=True, help="Processes on the CPU in place of GPUs, to try it out.")
-def patch_command(model: str, **options: Any) -> None:
+def patch_command(model: str, seq_len: int | None, stages: str, **options: Any) -> None:
     """Write a run folder that fine-tunes MODEL (a hub name, a folder or a config.json).
 
     Everything is checked first: model family, degrees, heads, length, text, and where --gpus names
@@ -182,6 +185,11 @@ def patch_command(model: str, **options: Any) -> None:
     from longctx_patch.cli import run_folder
     from longctx_patch.cli.decisions import PatchOptions, decide
 
-    decisions = decide(model, PatchOptions(**options))
+    if not (seq_len or stages):
+        raise click.UsageError(
+            "Missing option '--seq-len', unless --stages says how long rows are."
+        )
+    seq_len = seq_len or max(each.seq_len for each in read_stages(stages))
+    decisions = decide(model, PatchOptions(seq_len=seq_len, stages=stages, **options))
     run_folder.write(decisions)
     click.echo(run_folder.render(decisions))

@@ -105,8 +105,8 @@ def _faster(best: Result, chosen: Result) -> str:
         return ""
     return (
         f"Faster: --sequence-degree {degree} is predicted to train {speeds[0]:,.0f} tokens/s in "
-        f"place of {speeds[1]:,.0f}, with {best.num_rows} row(s) a step in place of "
-        f"{chosen.num_rows}."
+        f"place of {speeds[1]:,.0f}, with steps of {best.num_rows} in place of "
+        f"{chosen.num_rows} rows."
     )
 
 

@@ -151,12 +151,12 @@ def on_processes(
     if not any("accumulation" in word for word in settings) and at_once * forwards != batches:
         if batches % at_once:
             raise ValueError(
-                f"--num-processes {number}: a step has {batches} batch(es), which {at_once} groups "
-                f"of {degree} process(es) can't share evenly. Give a number of processes that can, "
+                f"--num-processes {number}: the batches of a step are {batches}, which {at_once} "
+                f"groups of {degree} can't share evenly. Give a number of processes that can, "
                 "or another step by --gradient-accumulation-steps N."
             )
         added = ["--gradient_accumulation_steps", str(batches // at_once)]
-        click.echo(f"{' '.join(added)}: a step has {batches} batch(es), as before")
+        click.echo(f"{' '.join(added)}: the batches of a step stay {batches}")
     fsdp, cpu = launch.get("distributed_type") == "FSDP", hides_gpus(launch)
     made = yaml.safe_load(accelerate_yaml(number, degree, fsdp=fsdp, cpu=cpu))
     replaced = {"distributed_type", "num_processes", "parallelism_config"}
@@ -195,7 +195,7 @@ def _check_gpus(run: Path, launch: Mapping[str, Any]) -> None:
         return
     fewer = f" Or start {there} of them: --num-processes {there}." if there else ""
     raise ValueError(
-        f"{run / 'accelerate.yaml'} is for {wanted} GPU(s), and torch finds {there} here: `longctx "
+        f"{run / 'accelerate.yaml'} is for {wanted} GPUs, and torch finds {there} here: `longctx "
         f"doctor` says what is missing.{fewer} To try it without GPUs, make a run folder by "
         "`longctx patch ... --cpu`."
     )

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from datasets import disable_progress_bars
 from transformers.utils.logging import disable_progress_bar
 
 from longctx_patch import patch
@@ -146,6 +147,7 @@ def long_texts(
 
 def refusal(settings: EvalSettings) -> str | None:
     """Why the processes would refuse, in words, as far as it is known without weights."""
+    disable_progress_bars()
     checked = set[str]()
     try:
         for model in settings.models:
@@ -157,22 +159,29 @@ def refusal(settings: EvalSettings) -> str | None:
             asked = settings.asked(model, tokenizer)
             if (problem := next(iter(asked.problems()), None)) is not None:
                 return problem
-            for task in asked.tasks:
-                check_task(task, asked, tokenizer)
+            if problem := tasks_problem(asked, tokenizer):
+                return problem
     except ValueError as error:
         return str(error)
     return None
 
 
-def check_task(task: str, asked: ContextEvaluation, tokenizer: Any) -> None:
-    """Make one sample of each length. Raises ValueError, with the task, where none can be made."""
-    require_choice("--tasks", task, [*TASKS, RULER])
-    try:
-        for length in asked.lengths:
-            depths = asked.depths and asked.depths[:1]
-            make_samples([task], tokenizer, length, 1, asked.seed, depths, asked.sources)
-    except ValueError as error:
-        raise ValueError(f"--tasks {task}: {error}") from error
+def tasks_problem(asked: ContextEvaluation, tokenizer: Any) -> str | None:
+    """Which tasks no sample can be made of at some length, each with the reason, and which can."""
+    reasons: dict[str, list[str]] = {}
+    depths = asked.depths and asked.depths[:1]
+    for task in asked.tasks:
+        require_choice("--tasks", task, [*TASKS, RULER])
+        try:
+            for length in asked.lengths:
+                make_samples([task], tokenizer, length, 1, asked.seed, depths, asked.sources)
+        except ValueError as error:
+            reasons.setdefault(str(error).removeprefix(f"{task}: "), []).append(task)
+    if not reasons:
+        return None
+    lines = [f"--tasks {','.join(tasks)}: {reason}" for reason, tasks in reasons.items()]
+    fit = [task for task in asked.tasks if task not in chain(*reasons.values())]
+    return "\n".join([*lines, *[f"The others fit: --tasks {','.join(fit)}"] * bool(fit)])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -187,6 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     quiet_libraries()
     accelerator = make_accelerator(parallelism_of(settings.models[0]))
     disable_progress_bar()  # a line says what is read
+    disable_progress_bars()
     results = [result_of(model, settings, accelerator) for model in settings.models]
     for each in results[:-1]:  # the last is the one that others stand beside
         if each["vocabulary"] != results[-1]["vocabulary"]:

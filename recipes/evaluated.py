@@ -6,7 +6,8 @@ It is found from files alone; its weights are read by the processes that evaluat
 # setting() returns a dataclasses.field, which ruff cannot see
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,19 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longctx_patch.checkpoints.series import steps_of, trainer_checkpoints_of
 from longctx_patch.families.load_config import is_bare_config, load_model_config
-from longctx_patch.families.rope_facts import reach_problem, reachable_length
+from longctx_patch.families.rope_facts import reachable_length
 from longctx_patch.families.text_part import auto_class
 from longctx_patch.recipes import models
-from longctx_patch.recipes.model_card import ADAPTER_FILE
-from longctx_patch.recipes.models import TOKENIZER_FILES, WEIGHT_FILES
-from longctx_patch.recipes.run_record import RECORD_FILE, ended_record, settings_file_of
+from longctx_patch.recipes.model_card import ADAPTER_FILE, MARK
+from longctx_patch.recipes.models import TOKENIZER_FILES
+from longctx_patch.recipes.run_record import (
+    NO_MODEL,
+    RECORD_FILE,
+    WEIGHT_FILES,
+    ended_record,
+    outputs_of,
+    settings_file_of,
+)
 from longctx_patch.recipes.settings import ModelSettings, Parallelism, parallelism_in, setting
 from longctx_patch.recipes.yaml_file import read_yaml
 
@@ -61,27 +69,22 @@ def find(target: str) -> Evaluated:
             f"{target} is a config without weights, so there is nothing to evaluate: give a folder "
             "or a hub name with weights, or the run folder of a model that was trained from it."
         )
-    settings = settings_file_of(folder)
-    if settings is not None or (folder / RECORD_FILE).is_file():
-        return _of_run(folder, settings)
+    if outputs := outputs_of(folder):
+        return _of_run(folder, outputs)
     if (folder / ADAPTER_FILE).is_file():
         return _with_adapter(folder, label=folder.resolve().name)
     where = str(folder.resolve()) if folder.is_dir() else target
     return Evaluated(model=where, label=Path(where).name, full=True)
 
 
-def _of_run(folder: Path, settings: Path | None) -> Evaluated:
-    asked = read_yaml(settings) if settings else {}
-    named = asked.get("output") or asked.get("output_dir") or folder / "training"
-    outputs = (folder, Path(str(named)), folder / "training")
+def _of_run(folder: Path, outputs: Sequence[Path]) -> Evaluated:
     found = next((place for output in outputs if (place := _newest(output))), None)
     if found is None:
-        raise ValueError(
-            f"{folder} has no trained model yet: neither final/ nor a checkpoint with weights that "
-            "can be loaded. Train it (`longctx train`), and with save_every if it is to be "
-            "evaluated on the way; trainers under FSDP2 write such weights at the end only."
-        )
-    if not asked:
+        raise ValueError(NO_MODEL.format(folder))
+    settings = settings_file_of(folder)
+    if settings:
+        asked = read_yaml(settings)
+    else:
         asked = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))["settings"]
     run = parallelism_in(settings)[0] if settings else None
     degrees = (run.ulysses_degree, run.ring_degree) if run else None
@@ -156,6 +159,15 @@ def config_of(settings: Evaluated) -> PreTrainedConfig:
 
     Raises ValueError for what can't be evaluated, before weights are read.
     """
+    reach = None
+    if settings.is_trained and not settings.allow_beyond_reach:
+        reach = reach_of(settings)
+    if reach is not None and reach < settings.seq_len:
+        raise ValueError(
+            f"{settings.seq_len} tokens, but {settings.label} was trained to reach {reach}. Give "
+            f"--lengths up to {reach}; or --allow-beyond-reach, to see what it does beyond; or "
+            "train it on, with `longctx patch --context`."
+        )
     if not (settings.adapter and has_config(settings.adapter)):
         return models.load_config(settings)
     plain = settings.with_(rope="none", allow_beyond_reach=True)
@@ -163,9 +175,6 @@ def config_of(settings: Evaluated) -> PreTrainedConfig:
     config = load_model_config(settings.adapter)
     if hasattr(config, "quantization_config"):  # the adapter's base was rounded to 4 bits
         del config.quantization_config
-    problem = None if settings.allow_beyond_reach else reach_problem(config, settings.seq_len)
-    if problem:
-        raise ValueError(problem)
     return config
 
 
@@ -182,7 +191,10 @@ def load(
     if settings.adapter:
         from peft import PeftModel
 
-        model = PeftModel.from_pretrained(model, settings.adapter)
+        with warnings.catch_warnings():  # the config is the adapter's, as the mark asks
+            known = rf"Unexpected keyword arguments \['{MARK}'\]"
+            warnings.filterwarnings("ignore", message=known)
+            model = PeftModel.from_pretrained(model, settings.adapter)
     model = model.requires_grad_(False).eval()
     found: PreTrainedModel = model if sharded else model.to(device)
     return found
@@ -207,7 +219,7 @@ def notes_of(settings: Evaluated, config: PreTrainedConfig, longest: int) -> Ite
     yield f"weights in {settings.dtype}"
     reach = reachable_length(config)
     if reach is not None and reach < longest:
-        yield f"reaches {reach:,} tokens, and is evaluated beyond as it is"
+        yield f"reaches {reach:,} tokens, and is evaluated beyond without another RoPE"
     if not settings.adapter:
         return
     if not has_config(settings.adapter):

@@ -61,7 +61,7 @@ def find_adapter(run: Path) -> Path:
         if (place / INDEX).is_file() or (place / "model.safetensors").is_file():
             raise ValueError(
                 f"{place} holds a whole model (every weight was trained): there is nothing to "
-                f'merge. Load it as it is: AutoModelForCausalLM.from_pretrained("{place}").'
+                f'merge. It loads by itself: AutoModelForCausalLM.from_pretrained("{place}").'
             )
     raise ValueError(
         f"{run}: no adapter in it, nor in final/ or training/final/ ({ADAPTER_FILE}). A run that "

@@ -35,9 +35,9 @@ from longctx_patch.rules.launched import flag
 
 from .also_train import adapter_options, prepare_copies
 from .quantised import check_not_fp8
+from .run_record import WEIGHT_FILES
 from .settings import DtypeName, ModelSettings, Settings
 
-WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 BYTE_VOCABULARY = 258
 MAMBA_TYPES = ("falcon_h1", "nemotron_h")
 """Model types in which peft refuses adapters around `conv1d` and `out_proj`."""
@@ -55,7 +55,7 @@ def load_config(settings: Settings) -> PreTrainedConfig:
         if settings.context:
             raise ValueError(
                 f"context={settings.context} with allow_beyond_reach: the one asks for RoPE that "
-                "reaches it, the other leaves RoPE as it is. Leave one out, or give --rope."
+                "reaches it, the other leaves RoPE unchanged. Leave one out, or give --rope."
             )
         return config
     scaled = settings.scaled(config)

@@ -14,7 +14,7 @@ def check_batch(name: str, size: int, num_rows: int) -> None:
     """Raise ValueError for a batch of more rows than there are. `name`: of its setting."""
     if size > num_rows:
         raise ValueError(
-            f"{name}={size}: the data has {num_rows} row(s), and a batch has none twice. Give "
+            f"{name}={size}: a batch has no row twice, and the data has {num_rows} in all. Give "
             f"{num_rows} or fewer; gradient_accumulation_steps makes a step of several batches."
         )
 

@@ -10,8 +10,15 @@ from typing import Any
 
 from longctx_patch.checkpoints.whole_files import write_whole
 from longctx_patch.health.last_words import without_advice
+from longctx_patch.recipes.yaml_file import read_yaml
 
 RECORD_FILE, FAILURE_FILE = "settings.json", "failure.json"
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+NO_MODEL = (
+    "{} has no trained model yet: neither final/ nor a checkpoint with weights that can be loaded. "
+    "Train it (`longctx train`), and with save_every if it is to be evaluated on the way; trainers "
+    "under FSDP2 write such weights at the end only."
+)
 SETTINGS_FILES = ("finetune.yaml", "sft.yaml", "dpo.yaml")
 """A folder with one of the recipes' settings files is a run folder."""
 
@@ -20,6 +27,22 @@ def settings_file_of(folder: str | Path) -> Path | None:
     """The recipe's settings in a run folder; None where `folder` is none."""
     files = (Path(folder) / name for name in SETTINGS_FILES)
     return next((file for file in files if file.is_file()), None)
+
+
+def outputs_of(folder: Path) -> tuple[Path, ...]:
+    """Where a run folder's trained models are, or those of an output; none for other folders.
+
+    Raises ValueError where there is none yet.
+    """
+    settings = settings_file_of(folder)
+    if settings is None and not (folder / RECORD_FILE).is_file():
+        return ()
+    asked = read_yaml(settings) if settings else {}
+    named = asked.get("output") or asked.get("output_dir") or folder / "training"
+    outputs = (folder, Path(str(named)), folder / "training")
+    if not any(file for each in outputs for name in WEIGHT_FILES for file in each.rglob(name)):
+        raise ValueError(NO_MODEL.format(folder))
+    return outputs
 
 
 def say_ended(output: Path) -> None:

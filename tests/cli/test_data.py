@@ -223,7 +223,7 @@ def test_a_mixture_of_long_and_short_documents(job: Path) -> None:
 def test_stages_of_growing_rows(job: Path) -> None:
     """Each stage's rows, by the rule that steps have about as many tokens."""
     source = f"--data={job}/texts.jsonl"
-    found = invoke(job, source, "--stages", "32:3,64:2")
+    found = invoke(job, source, "--seq-len", "96", "--stages", "32:3,64:2")
     assert "seq_len=96 with stages='32:3,64:2', which say it: the longest rows have 64" in (
         " ".join(found.output.split())
     )

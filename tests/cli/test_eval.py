@@ -66,14 +66,17 @@ def test_what_is_left_open_follows_from_the_model(asked: Callable[..., Any], mod
     found = asked(model)
     assert found["lengths"] == [512, 1024, 2048, 4096]
     assert found["tasks"] == ["passkey"]
-    assert Path(found["folder"]).name == "eval-tiny"
+    assert Path(found["folder"]).name == "eval-tiny-dry"
     (only,) = found["models"]
     assert (only["model"], only["ulysses"], only["ring"]) == (str(model), 1, 1)
     again = asked(model, "--lengths", "512", "--num-processes", 4)
-    assert Path(again["folder"]).name == "eval-tiny-2"
+    assert again["folder"] == found["folder"]
+    (Path(found["folder"]) / "scores.json").touch()  # it was started
     (only,) = again["models"]
     assert (only["ulysses"], only["ring"]) == (2, 2)  # it has two key-value heads
-    (only,) = asked(model, "--num-processes", 4, "--ring", 2, "--ulysses", 1)["models"]
+    again = asked(model, "--num-processes", 4, "--ring", 2, "--ulysses", 1)
+    assert Path(again["folder"]).name == "eval-tiny-dry-2"
+    (only,) = again["models"]
     assert (only["ulysses"], only["ring"]) == (1, 2)
     config = model / "config.json"
     before = config.read_text()
@@ -95,7 +98,9 @@ def test_what_is_left_open_follows_from_the_model(asked: Callable[..., Any], mod
         (["--tasks", "pass_key"], "Did you mean 'passkey'"),
         (["--text", "text.txt"], "no document of 4096 tokens"),
         (["--text", "no.txt"], "no.txt"),
-        (["--tasks", "passkey", "--lengths", "16"], "passkey"),
+        (["--tasks", "passkey", "--lengths", "16"], "passkey: 16 tokens are too few"),
+        (["--tasks", "qa_1,passkey,qa_2"], "--tasks qa_2: There is no hotpotqa"),
+        (["--tasks", "qa_1,passkey,qa_2"], "The others fit: --tasks passkey"),
         (["--questions", "text.txt"], "text.txt"),
         (["--tasks", "qa_1"], "--tasks qa_1: There is no squad to ask questions of"),
         (["--depths", "120"], "depths are percent of the row"),
@@ -125,7 +130,7 @@ def test_gpus_and_their_memory(
 ) -> None:
     assert "torch finds no GPU here" in asked(model, cpu=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert "3 GPU(s) to evaluate on, and torch finds 2" in asked(
+    assert "3 GPUs to evaluate on, and torch finds 2" in asked(
         model, "--num-processes", 3, cpu=False
     )
     folder = asked(model, cpu=False)["folder"]

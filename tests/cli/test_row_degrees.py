@@ -60,7 +60,7 @@ def test_packed_rows_without_text_are_of_short_documents(
     found = chosen("--pack")
     assert degrees(found) == (1, 4, "auto")
     assert "for rows of 64 documents on H100, a layer predicted: 1 x 4 " in found["why"]
-    assert "documents of 2048 tokens assumed" in found["why"]
+    assert "this assumes documents of 2,048 tokens" in found["why"]
     assert ", 2 x 2 " in found["why"]
     assert ", 4 x 1 " in found["why"]
 

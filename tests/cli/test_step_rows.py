@@ -73,7 +73,7 @@ def test_a_faster_number_of_gpus_per_row_is_said(
     said = run("patch", eight_layers, *words, "--out", tmp_path / "run").output
     (line,) = (line for line in said.splitlines() if line.startswith("Faster: "))
     assert line.startswith("Faster: --sequence-degree 1 is predicted to train ")
-    assert line.endswith("with 2 row(s) a step in place of 1.")
+    assert line.endswith("with steps of 2 in place of 1 rows.")
     asked = [*words, "--sequence-degree", 2, "--out", tmp_path / "asked"]
     assert "Faster" not in run("patch", eight_layers, *asked).output
 

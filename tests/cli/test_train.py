@@ -264,7 +264,7 @@ def test_on_another_number_of_processes_a_step_has_its_rows(
     ("number", "flags", "message"),
     [
         (3, (), "so their number is a multiple of 2. Give one, or add --ulysses 1 --ring 3."),
-        (10, (), "a step has 12 batch(es), which 5 groups of 2 process(es) can't share evenly."),
+        (10, (), "the batches of a step are 12, which 5 groups of 2 can't share evenly."),
         (4, ("--ring", "x"), "ring='x': give a whole number"),
     ],
 )

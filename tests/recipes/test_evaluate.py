@@ -1,6 +1,7 @@
 """`longctx eval`: two processes give one process's numbers, and those of stock transformers."""
 
 import json
+import warnings
 from operator import mul
 from pathlib import Path
 from typing import Any
@@ -65,14 +66,16 @@ def find_tokenizer(text: Path) -> Path:
 
 def test_a_run_beside_its_base(run: Path, base: Path, text_file: Path, tmp_path: Path) -> None:
     """Over two processes as its launcher starts them, in one process, and by stock transformers."""
-    asked = ["eval", str(run), "--text", str(text_file), "--cpu", "--samples", "2"]
+    asked = ["eval", str(run), "--text", str(text_file), "--samples", "2"]  # on the CPU, as the run
     (tmp_path / "own.jsonl").write_text(json.dumps(QUESTION) + "\n")
     asked += ["--questions", str(tmp_path / "own.jsonl"), "--lengths", "320,512", "--json", "--out"]
     two = run_module(tmp_path, "longctx_patch.cli.main", *asked, str(tmp_path / "two"))
     assert '"format"' in two
     words = [*asked, str(tmp_path / "one"), "--num-processes", "1", "--dry-run"]
     assert CliRunner().invoke(longctx, words).exit_code == 0
-    evaluate.main([str(tmp_path / "one")])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Unexpected keyword")  # peft's, of our own mark
+        evaluate.main([str(tmp_path / "one")])
     ours, alone = scores(tmp_path / "two"), scores(tmp_path / "one")
     assert [each["label"] for each in ours] == ["base", "run"]
     final = run / "training/final"
@@ -91,11 +94,13 @@ def test_a_run_beside_its_base(run: Path, base: Path, text_file: Path, tmp_path:
     notes = [
         each["notes"] for each in json.loads((tmp_path / "two/scores.json").read_text())["models"]
     ]
-    assert "reaches 64 tokens, and is evaluated beyond as it is" in notes[0]
+    assert "reaches 64 tokens, and is evaluated beyond without another RoPE" in notes[0]
     assert notes[1] == ["weights in float32"]
 
 
 def test_which_weights_a_run_stands_for(run: Path, base: Path) -> None:
+    beyond = CliRunner().invoke(longctx, ["eval", str(run), "--lengths", "1K"])  # --cpu: the run's
+    assert "1024 tokens, but run was trained to reach 512. Give --lengths up to" in beyond.output
     found = find(str(run))
     assert found.adapter == str((run / "training/final").resolve())
     assert (found.model, found.degrees) == (str(base), (1, 2))

@@ -54,7 +54,8 @@ def test_an_adapter_with_a_longer_rope_warns_wherever_it_is_loaded(
     final = train(base, text_file, tmp_path / "out", "--seq-len", "128", "--rope", "yarn")
     said = capsys.readouterr().out
     assert f"Load the adapter as {final / 'README.md'} says" in said
-    assert f"Next: longctx report {final.parent}" in said
+    assert f"Next: longctx eval {final.parent} (" in said
+    assert f"longctx report {final.parent}" in said
     with pytest.warns(UserWarning, match=MARK):
         wrong = AutoPeftModelForCausalLM.from_pretrained(final)
     right = lines_to_load(final)["model"]
@@ -121,7 +122,7 @@ def test_a_run_over_trl_has_a_card_a_report_and_a_merged_model(base: Path, tmp_p
     process.join(250)
     said = (tmp_path / "said").read_text()
     assert process.exitcode == 0, said
-    assert "Next: longctx report out" in said
+    assert "longctx report out" in said
     final = tmp_path / "out/final"
     text = (final / "README.md").read_text()
     lines = read_metrics(tmp_path / "out")

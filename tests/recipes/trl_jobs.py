@@ -19,7 +19,8 @@ def write(path: Path, records: list[dict[str, Any]]) -> Path:
 
 def invoke(job: Path, *options: str) -> Result:
     """`longctx patch` for two CPU processes."""
-    words = ["patch", str(job / "tiny" / "config.json"), "--seq-len", "96", "--rope", "linear"]
+    words = ["patch", str(job / "tiny" / "config.json"), "--rope", "linear"]
+    words += [] if "--stages" in options else ["--seq-len", "96"]
     words += ["--gpus", "2", "--cpu", "--out", str(job / "run")]
     return CliRunner().invoke(longctx, [*words, *options])
 
