@@ -45,6 +45,18 @@ RECALL_EVERY = 2_000
 """Characters between statements that are made again, about 600 tokens."""
 RECALL_TOKENS = 60
 """What a statement that is made twice adds to a document."""
+WORDINGS = (
+    (
+        "Note: the {thing} has the number {code}. Keep it in mind.",
+        "As noted, the {thing} has the number {code}.",
+    ),
+    (
+        "The number of the {thing} is {code}, as its owner said.",
+        "Again, the number of the {thing} is {code}.",
+    ),
+    ("{code} belongs to the {thing}.", "Which number belongs to the {thing}? It is {code}."),
+)
+"""A statement, and how it is made again."""
 PIECE = 1.12
 """Rows in a document with statements: a little more than one, so that it fills the row."""
 OTHER_LENGTH = 8192
@@ -75,11 +87,9 @@ RUNS = {
         learning_rate=1e-3,
     ),
     "theta_128k": Run(
-        context="128K", stages="32K:16,128K:100", options=("--rope", "theta", "--full")
+        context="128K", stages="32K:8,128K:100", options=("--rope", "theta", "--full")
     ),
-    "yarn_128k": Run(
-        context="128K", stages="32K:16,128K:100", options=("--rope", "yarn", "--full")
-    ),
+    "yarn_128k": Run(context="128K", stages="32K:8,128K:100", options=("--rope", "yarn", "--full")),
 }
 
 
@@ -120,8 +130,11 @@ def pieces(documents: list[str], row_tokens: int, tokenizer: Any) -> Iterator[tu
 def with_recalls(text: str, draw: random.Random, row_chars: int) -> str:
     """A document in which statements are made twice, so that the second one is predicted by who has
     read the first: two of three at the end of the row, whose distances are all that the row has,
-    the others at distances of which short ones are as frequent as long ones."""
+    the others at distances of which short ones are as frequent as long ones. Tables of numbers stay
+    as they are."""
     words = sorted(set(re.findall(r"\b[a-z]{4,9}\b", text[:200_000])))
+    if len(words) < 100:
+        return text
     span = min(row_chars, len(text))
     added: list[tuple[int, str]] = []
     for number in range(len(text) // RECALL_EVERY):
@@ -133,9 +146,8 @@ def with_recalls(text: str, draw: random.Random, row_chars: int) -> str:
         else:
             place = draw.randrange(len(text))
             again = place + int(math.exp(draw.uniform(math.log(500), math.log(row_chars))))
-        line = f"\nNote: the {thing} has the number {code}. Keep it in mind.\n"
-        added.append((place, line))
-        added.append((min(again, len(text)), f"\nAs noted, the {thing} has the number {code}.\n"))
+        lines = [f"\n{said.format(thing=thing, code=code)}\n" for said in draw.choice(WORDINGS)]
+        added += zip((place, min(again, len(text))), lines, strict=True)
     parts, end = [], 0
     for place, line in sorted(added):
         parts += [text[end:place], line]

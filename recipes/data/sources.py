@@ -32,8 +32,9 @@ from longctx_patch.recipes.data.readers import (
 )
 from longctx_patch.recipes.data.records import BadRecord, unreadable
 
-PART_BYTES = 64 * 2**20
-"""A part of a `.jsonl` file ends with the line in which it has so many."""
+PART_BYTES = 4 * 2**20
+"""A part of a `.jsonl` file ends with the line in which it has so many: a tokenizer needs a few
+seconds for it, so that already a file of 100 MB keeps many processes busy."""
 PART_RECORDS = 10_000
 """A part of a table has so many."""
 HIDDEN = re.compile(r"(^|/)\.")

@@ -2,28 +2,36 @@
 
 import random
 import re
+from itertools import product
 from pathlib import Path
 
 import extend
 
 
+def _lines_of(wordings: tuple[str, ...]) -> re.Pattern[str]:
+    lines = (line.replace("?", r"\?").replace(".", r"\.") for line in wordings)
+    return re.compile("\n(?:" + "|".join(lines).format(thing=r"\w+ \w+", code=r"\d+") + ")\n")
+
+
 def test_statements_are_made_again_further_on_and_the_text_stays() -> None:
-    text = "".join(f"line {n} of a document about something\n" for n in range(8000))
+    names = ["".join(letters) for letters in product("abcdef", repeat=4)]
+    text = "".join(f"line {n} of a document about {names[n % 500]}\n" for n in range(9000))
     row = 200_000
     found = extend.with_recalls(text, random.Random(0), row)
-    first = r"\nNote: the (\w+ \w+) has the number (\d+)\. Keep it in mind\.\n"
-    again = r"\nAs noted, the (\w+ \w+) has the number (\d+)\.\n"
-    places = {match.groups(): match.start() for match in re.finditer(first, found)}
+    first, again = (_lines_of(wordings) for wordings in zip(*extend.WORDINGS, strict=True))
+    places, repeated = (
+        {re.sub(r"\D", "", match.group()): match.start() for match in lines.finditer(found)}
+        for lines in (first, again)
+    )
     assert len(places) == len(text) // extend.RECALL_EVERY
-    repeated = {match.groups(): match.start() for match in re.finditer(again, found)}
     assert repeated.keys() == places.keys()
     added = len(found) - len(text)
-    distances = [repeated[said] - place for said, place in places.items()]
+    distances = [repeated[code] - place for code, place in places.items()]
     assert min(distances) > 0
     assert max(distances) < 1.05 * row + added
     # A third of them are longer than half of a row.
     assert sum(distance > row // 2 for distance in distances) > len(places) // 3
-    assert re.sub(again, "", re.sub(first, "", found)) == text
+    assert again.sub("", first.sub("", found)) == text
 
 
 def test_documents_with_statements_fill_a_row_and_little_more() -> None:
