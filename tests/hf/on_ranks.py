@@ -1,5 +1,5 @@
-"""A step of virtual ranks: the mean loss and gradients of copies of one model, as trainers reduce
-them, and the logits of its rows."""
+"""Virtual ranks of one model: what each of them finds, and a step of all of them, as trainers
+reduce it."""
 
 import copy
 from collections.abc import Callable
@@ -15,6 +15,23 @@ from tests.hf.steps import Step
 from tests.hf.tiny import gradients
 
 
+def on_ranks(
+    model: Any,
+    config: LongContextConfig,
+    run: Callable[[Any, PatchHandle], Any],
+    **options: Any,
+) -> list[Any]:
+    """What `run(model, handle)` returns on each rank for a patched copy; `options` are patch's.
+    The model itself stays as it was."""
+    copies = [copy.deepcopy(model) for _ in range(config.sequence_degree)]
+
+    def on_one_rank(transport: VirtualTransport) -> Any:
+        mine, group = copies[transport.group_rank], virtual_group(transport, config)
+        return run(mine, patch(mine, config, group=group, **options))
+
+    return run_virtual_ranks(config.sequence_degree, on_one_rank)
+
+
 def nothing(handle: PatchHandle) -> None:
     """No further check of a patched model."""
 
@@ -24,14 +41,12 @@ def step_of_ranks(
     config: LongContextConfig,
     batch: dict[str, Tensor],
     check: Callable[[PatchHandle], None] = nothing,
+    **options: Any,
 ) -> Step:
-    """Each rank gets the whole batch, and has sent what its plans say, to the byte. `check` is
-    called on each after its step. The model itself stays as it was."""
-    copies = [copy.deepcopy(model) for _ in range(config.sequence_degree)]
+    """The mean loss and gradients of all ranks, and the logits of the rows. Each rank gets the
+    whole batch, and has sent what its plans say, to the byte; `check` is called after its step."""
 
-    def on_one_rank(transport: VirtualTransport) -> Step:
-        model = copies[transport.group_rank]
-        handle = patch(model, config, group=virtual_group(transport, config))
+    def run(model: Any, handle: PatchHandle) -> Step:
         out = model(**batch)
         logits = out.logits.detach() if config.loss == "logits" else None
         out.loss.backward()
@@ -45,7 +60,7 @@ def step_of_ranks(
         handle.unpatch()
         return Step(out.loss.detach(), gradients(model), logits)
 
-    steps = run_virtual_ranks(config.sequence_degree, on_one_rank)
+    steps = on_ranks(model, config, run, **options)
     assert all(step.grads.keys() == steps[0].grads.keys() for step in steps)
     assert all(equal(step.logits, steps[0].logits) for step in steps)
     grads = {
