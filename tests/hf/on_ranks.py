@@ -43,8 +43,8 @@ def step_of_ranks(
     check: Callable[[PatchHandle], None] = nothing,
     **options: Any,
 ) -> Step:
-    """The mean loss and gradients of all ranks, and the logits of the rows. Each rank gets the
-    whole batch, and has sent what its plans say, to the byte; `check` is called after its step."""
+    """The mean gradients of all ranks, and the loss and logits that each of them has of the whole
+    batch. Each has sent what its plans say, to the byte; `check` is called after its step."""
 
     def run(model: Any, handle: PatchHandle) -> Step:
         out = model(**batch)
@@ -60,13 +60,20 @@ def step_of_ranks(
         handle.unpatch()
         return Step(out.loss.detach(), gradients(model), logits)
 
-    steps = on_ranks(model, config, run, **options)
-    assert all(step.grads.keys() == steps[0].grads.keys() for step in steps)
-    assert all(equal(step.logits, steps[0].logits) for step in steps)
+    return reduced(on_ranks(model, config, run, **options))
+
+
+def reduced(steps: list[Step]) -> Step:
+    """The step of all ranks, each of which has the same loss and logits of whole rows."""
+    first = steps[0]
+    for step in steps:
+        assert step.grads.keys() == first.grads.keys()
+        assert torch.equal(step.loss, first.loss)
+        assert equal(step.logits, first.logits)
     grads = {
-        name: torch.stack([step.grads[name] for step in steps]).mean(0) for name in steps[0].grads
+        name: torch.stack([step.grads[name] for step in steps]).mean(0) for name in first.grads
     }
-    return Step(torch.stack([step.loss for step in steps]).mean(), grads, steps[0].logits)
+    return first._replace(grads=grads)
 
 
 def equal(one: Tensor | None, other: Tensor | None) -> bool:

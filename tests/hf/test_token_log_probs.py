@@ -1,15 +1,16 @@
 """Log-probabilities of tokens of whole rows: a DPO step by hand has the losses and gradients of one
 process that runs each document through the stock model."""
 
+import copy
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn.functional import logsigmoid, pad
+from torch.nn.functional import logsigmoid
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -18,78 +19,11 @@ from longctx_patch import LongContextConfig, PatchHandle, SequenceParallelismErr
 from longctx_patch.hf.handle import evaluation_mode
 from longctx_patch.loss import token_log_probs as tiles
 from tests.harness import run_distributed
+from tests.hf.on_ranks import on_ranks, reduced
+from tests.hf.row_batches import BATCHES, DOCUMENTS, Batch, of_documents
 from tests.hf.steps import Step, collated, complaints, over_ranks
 from tests.hf.tiny import VOCABULARY, featured_model, gradients
 from tests.reference import relative_error
-
-LENGTHS = (23, 9, 16, 30)
-"""Of chosen, rejected, chosen and rejected documents."""
-
-
-class Batch(NamedTuple):
-    given: dict[str, Tensor]
-    places: list[tuple[int, int]]
-    """(row, first column) of each document."""
-
-
-def document(number: int) -> tuple[Tensor, Tensor]:
-    """Ids and labels; the prompt has no labels."""
-    ids = (torch.arange(LENGTHS[number]) * (7 + number) + number * number) % VOCABULARY
-    labels = ids.clone()
-    labels[: 3 + number] = -100
-    labels[-2] = -100
-    return ids, labels
-
-
-DOCUMENTS = [document(number) for number in range(len(LENGTHS))]
-
-
-def padded(side: str) -> Batch:
-    longest = max(LENGTHS)
-    starts = [longest - length if side == "left" else 0 for length in LENGTHS]
-
-    def rows(parts: list[Tensor], value: int) -> Tensor:
-        filled = [
-            pad(x, (start, longest - len(x) - start), value=value)
-            for x, start in zip(parts, starts, strict=True)
-        ]
-        return torch.stack(filled)
-
-    ids, labels = ([doc[kind] for doc in DOCUMENTS] for kind in (0, 1))
-    given = {
-        "input_ids": rows(ids, 3),
-        "labels": rows(labels, -100),
-        "attention_mask": rows([torch.ones_like(x) for x in ids], 0),
-    }
-    return Batch(given, list(enumerate(starts)))
-
-
-def packed() -> Batch:
-    """Two rows of two documents, the shorter one filled with tokens of their own."""
-    longest = sum(LENGTHS[2:])
-
-    def rows(parts: list[Tensor], value: int) -> Tensor:
-        joined = (torch.cat(parts[:2]), torch.cat(parts[2:]))
-        return torch.stack([pad(x, (0, longest - len(x)), value=value) for x in joined])
-
-    ids, labels = ([doc[kind] for doc in DOCUMENTS] for kind in (0, 1))
-    given = {
-        "input_ids": rows(ids, 3),
-        "labels": rows(labels, -100),
-        "position_ids": rows([torch.arange(n) for n in LENGTHS], 0),
-    }
-    return Batch(given, [(0, 0), (0, LENGTHS[0]), (1, 0), (1, LENGTHS[2])])
-
-
-BATCHES = {"right": padded("right"), "left": padded("left"), "packed": packed()}
-
-
-def of_documents(values: Tensor, batch: Batch) -> list[Tensor]:
-    """Those of each document, of `[B, L - 1]` values."""
-    return [
-        values[row, first : first + length - 1]
-        for (row, first), length in zip(batch.places, LENGTHS, strict=True)
-    ]
 
 
 def stock_log_probs(model: Any) -> list[Tensor]:
@@ -155,35 +89,37 @@ def alone(name: str) -> tuple[list[Tensor], Step]:
     return [x.detach() for x in found], Step(loss.detach(), gradients(policy))
 
 
-def shared(name: str, batch: Batch, config: LongContextConfig) -> tuple[Tensor, list[Tensor], Step]:
-    """This rank's loss, its log-probabilities, and the step of all ranks."""
-    policy, reference = MODELS[name]()
-    handle = patch(policy, config)
-    with torch.no_grad():
-        if reference is None:
-            with policy.disable_adapter():
-                before = handle.token_log_probs(batch.given)
-        else:
-            before = patch(reference, config).token_log_probs(batch.given)
-    found = handle.token_log_probs(batch.given, model=policy if reference is None else None)
-    assert found.shape == (len(batch.given["labels"]), batch.given["labels"].shape[1] - 1)
-    assert not found[batch.given["labels"][:, 1:] == -100].any()
-    loss = dpo_loss(of_documents(found, batch), of_documents(before, batch))
-    loss.backward()
-    return loss.detach(), of_documents(found.detach(), batch), over_ranks(loss, policy)
+def shared(name: str, batch: Batch, config: LongContextConfig) -> tuple[list[Tensor], Step]:
+    """The log-probabilities that each rank has, and the step of all of them."""
+    whole, reference = MODELS[name]()
+
+    def run(policy: Any, handle: PatchHandle) -> tuple[Tensor, Step]:
+        with torch.no_grad():
+            if reference is None:
+                with policy.disable_adapter():
+                    before = handle.token_log_probs(batch.given)
+            else:
+                other = patch(copy.deepcopy(reference), config, group=handle.group)
+                before = other.token_log_probs(batch.given)
+        found = handle.token_log_probs(batch.given, model=policy if reference is None else None)
+        assert found.shape == (len(batch.given["labels"]), batch.given["labels"].shape[1] - 1)
+        assert not found[batch.given["labels"][:, 1:] == -100].any()
+        loss = dpo_loss(of_documents(found, batch), of_documents(before, batch))
+        loss.backward()
+        return found.detach(), Step(loss.detach(), gradients(policy))
+
+    (found, *others), steps = zip(*on_ranks(whole, config, run), strict=True)
+    assert all(torch.equal(found, other) for other in others)
+    return of_documents(found, batch), reduced(list(steps))
 
 
-WAYS: dict[int, list[tuple[dict[str, Any], list[str]]]] = {
-    1: [({}, ["llama", "adapters on the head"])],
-    2: [
-        ({"ring_degree": 2}, list(MODELS)),
-        ({"ulysses_degree": 2, "loss": "logits", "checkpoint": "attention"}, ["llama", "gemma2"]),
-    ],
-    4: [
-        ({"ring_degree": 4}, ["llama", "adapters"]),
-        ({"ulysses_degree": 2, "ring_degree": 2}, ["llama"]),
-    ],
-}
+WAYS: list[tuple[dict[str, Any], list[str]]] = [
+    ({}, ["llama", "adapters on the head"]),
+    ({"ring_degree": 2}, list(MODELS)),
+    ({"ulysses_degree": 2, "loss": "logits", "checkpoint": "attention"}, ["llama", "gemma2"]),
+    ({"ring_degree": 4}, ["llama", "adapters"]),
+    ({"ulysses_degree": 2, "ring_degree": 2}, ["llama"]),
+]
 
 
 def kinds_of(name: str) -> list[str]:
@@ -192,30 +128,19 @@ def kinds_of(name: str) -> list[str]:
     return kinds if name == "llama" else [kinds[number % len(kinds)]]
 
 
-def run_dpo(rank: int, num_ranks: int) -> list[tuple[float, list[Tensor], Step]]:
-    tiles.TILE_BYTES = 7 * 4 * VOCABULARY  # several tiles
-    found = []
-    for way, names in WAYS[num_ranks]:
-        for name in names:
-            for kind in kinds_of(name):
-                loss, values, step = shared(name, BATCHES[kind], LongContextConfig(**way))
-                found.append((float(loss), values, step))
-    return found
-
-
-@pytest.mark.parametrize("num_ranks", WAYS)
-def test_dpo_by_hand(num_ranks: int) -> None:
-    by_rank = run_distributed(run_dpo, num_ranks, num_ranks)
-    cases = [(n, b) for _, names in WAYS[num_ranks] for n in names for b in kinds_of(n)]
-    wanted = {name: alone(name) for name in {name for name, _ in cases}}
-    for number, (name, kind) in enumerate(cases):
-        expected, step = wanted[name]
-        losses = [found[number][0] for found in by_rank]
-        assert losses == [losses[0]] * num_ranks
-        for values in zip(expected, by_rank[-1][number][1], strict=True):
-            assert relative_error(*values) < 1e-5, (name, kind)
-        found = complaints(by_rank[0][number][2], step, (name, kind))
-        assert not found, "\n".join(found)
+@pytest.mark.parametrize(("way", "names"), WAYS, ids=str)
+def test_dpo_by_hand(
+    way: dict[str, Any], names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiles, "TILE_BYTES", 7 * 4 * VOCABULARY)  # several tiles
+    for name in names:
+        expected, step = alone(name)
+        for kind in kinds_of(name):
+            values, found = shared(name, BATCHES[kind], LongContextConfig(**way))
+            for pair in zip(expected, values, strict=True):
+                assert relative_error(*pair) < 1e-5, (name, kind)
+            wrong = complaints(found, step, (name, kind))
+            assert not wrong, "\n".join(wrong)
 
 
 class MostLogits(TorchDispatchMode):
@@ -366,6 +291,11 @@ def check_fsdp(rank: int) -> None:
                         assert relative_error(parameter.grad.full_tensor(), wanted[name]) < 1e-5
 
 
-@pytest.mark.parametrize("check", [check_refusals, check_ddp, check_fsdp])
-def test_over_two_ranks(check: Any) -> None:
-    run_distributed(check, 2)
+def check_all(rank: int) -> None:
+    check_refusals(rank)
+    check_ddp(rank)
+    check_fsdp(rank)
+
+
+def test_on_two_processes() -> None:
+    run_distributed(check_all, 2)

@@ -14,8 +14,8 @@ from trl.trainer.utils import add_fused_lm_head
 from longctx_patch import LongContextConfig, patch
 from longctx_patch.data.whole_rows import HeadScores
 from tests.harness import run_distributed
+from tests.hf.row_batches import BATCHES, DOCUMENTS, LENGTHS, Batch
 from tests.hf.steps import Step, complaints, over_ranks
-from tests.hf.test_token_log_probs import BATCHES, DOCUMENTS, LENGTHS, Batch
 from tests.hf.tiny import VOCABULARY, featured_model, gradients
 from tests.reference import relative_error
 
