@@ -22,8 +22,7 @@ from longctx_patch.hf.model.transformers_api import (
     code_of,
     recurrent_modules,
 )
-from tests.hf.call.test_mixer_documents import install
-from tests.hf.call.test_mixers import CHAINED
+from tests.hf.call.test_mixers import CHAINED, install
 from tests.hf.float64 import padded_rows
 from tests.hf.kernel_packages import packages, write_package
 from tests.hf.tiny import featured_config, featured_model

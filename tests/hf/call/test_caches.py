@@ -8,11 +8,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from longctx_patch import LongContextConfig, patch
-from longctx_patch.engine.groups import virtual_group
+from longctx_patch import LongContextConfig, PatchHandle
 from longctx_patch.hf.call.inputs import check_whole_rows, input_problem
 from longctx_patch.hf.model.transformers_api import CACHE_NAMES, cache_name, counting_modules
-from longctx_patch.transport import VirtualTransport, run_virtual_ranks
+from tests.hf.on_ranks import on_ranks
 from tests.hf.tiny import featured_model
 
 IDS = torch.arange(1, 12)[None]
@@ -26,18 +25,14 @@ def test_a_cache_is_refused_where_rows_are_shared(name: str) -> None:
     assert said.startswith(f"{name} with a sharded batch: a cache holds one rank's keys only")
     assert input_problem({name: None}, positions, wants_router_logits=False) is None
     model, config = featured_model("llama"), LongContextConfig(ring_degree=2)
-    copies = [copy.deepcopy(model) for _ in range(2)]
 
-    def on_one_rank(transport: VirtualTransport) -> None:
-        mine = copies[transport.group_rank]
-        group = virtual_group(transport, config)
-        handle = patch(mine, config, group=group)
+    def run(mine: Any, handle: PatchHandle) -> None:
         with pytest.raises(ValueError, match=rf"^{name} in training: a cache holds one rank's"):
             mine(input_ids=IDS, labels=IDS, **{name: DynamicCache()})
         late: dict[str, Any] = {"position_ids": positions + 7, "use_cache": True}
         with pytest.raises(ValueError, match=r"position_ids start \[7, 8, 9, 10\]"):
-            check_whole_rows(group, late)
-        check_whole_rows(group, late | {name: DynamicCache()})
+            check_whole_rows(handle.group, late)
+        check_whole_rows(handle.group, late | {name: DynamicCache()})
         mine.eval()
         with handle.sharing_evaluation(), torch.no_grad():  # a token after those of a cache
             past = mine(input_ids=IDS[:, :5], use_cache=True).past_key_values
@@ -52,7 +47,7 @@ def test_a_cache_is_refused_where_rows_are_shared(name: str) -> None:
         stock = copy.deepcopy(model).eval()
         past = stock(input_ids=IDS[:, :5], use_cache=True).past_key_values
         expected = stock(input_ids=IDS[:, 5:], past_key_values=past).logits
-    run_virtual_ranks(2, on_one_rank)
+    on_ranks(model, config, run)
 
 
 class KeepsOne(torch.nn.Module):

@@ -2,7 +2,6 @@
 place of transformers' own forward on one rank, and refused on the stock path."""
 
 import copy
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,25 +13,31 @@ from longctx_patch import LongContextConfig, patch
 from longctx_patch.engine.chain import convolution
 from longctx_patch.hf.call import mixer_kernels
 from longctx_patch.hf.call.mixer_kernels import Countable, countable
-from longctx_patch.hf.model.sequence_kernels import functions_of, torch_function
 from longctx_patch.hf.model.transformers_api import recurrent_modules
 from tests.hf.by_documents import stock_step, whole_row
-from tests.hf.call.test_mixer_documents import install
-from tests.hf.call.test_mixers import CHAINED, LENGTH, THOROUGH, TOLERANCE, assert_exact
+from tests.hf.call.test_mixers import (
+    CHAINED,
+    LENGTH,
+    THOROUGH,
+    TOLERANCE,
+    Function,
+    assert_exact,
+    install_kernels,
+)
 from tests.hf.float64 import in_float64
 from tests.hf.tiny import featured_model
 from tests.reference import relative_error
 
-Function = Callable[..., Any]
 PACKAGES = {"causal_conv1d_fn": "causal-conv1d", "mamba2_chunk_scan": "mamba-ssm"}
 
 
-def install_kernels(model: Any, seen: dict[str, list[int]], patched: pytest.MonkeyPatch) -> None:
-    """transformers' own functions as kernels, which note from how far apart tokens are read."""
-    for mixer in recurrent_modules(model):
-        for name, function in functions_of(mixer).items():
-            kernel = install(function, noting(torch_function(function), seen.setdefault(name, [])))
-            patched.setattr(sys.modules[type(mixer).__module__], name, kernel)
+def notice(model: Any, seen: dict[str, list[int]], patched: pytest.MonkeyPatch) -> None:
+    """Transformers' own functions as kernels note from how far apart tokens are read."""
+
+    def made(name: str, stock: Function) -> Function:
+        return noting(stock, seen.setdefault(name, []))
+
+    install_kernels(model, made, patched)
 
 
 def noting(stock: Function, seen: list[int]) -> Function:
@@ -50,7 +55,7 @@ def test_tokens_are_as_far_apart_as_is_said(family: str, monkeypatch: pytest.Mon
     """Of a width that divides neither limit."""
     model, seen = featured_model(family), dict[str, list[int]]()
     assert countable(recurrent_modules(model)) is None  # torch counts right
-    install_kernels(model, seen, monkeypatch)
+    notice(model, seen, monkeypatch)
     model(**whole_row((LENGTH,)))
     limits = {
         (limit + 1) // max(seen[name]): PACKAGES[name]
@@ -70,7 +75,7 @@ def test_what_a_scan_holds_counts_too(
 ) -> None:
     """States of short chunks, or the products of long ones, are wider than the projection."""
     model = featured_model("bamba", mamba_chunk_size=chunk)
-    install_kernels(model, {}, monkeypatch)
+    notice(model, {}, monkeypatch)
     mixer: Any = recurrent_modules(model)[0]
     width = held(mixer) if held else mixer.n_groups * chunk
     assert width > mixer.in_proj.out_features
@@ -84,14 +89,14 @@ def test_what_kernels_can_t_count_is_cut_up(
 ) -> None:
     model, seen = in_float64(family), dict[str, list[int]]()
     wanted = stock_step(copy.deepcopy(model), (LENGTH,))
-    install_kernels(model, seen, monkeypatch)
+    notice(model, seen, monkeypatch)
     config = LongContextConfig(ring_degree=ring_degree, layout="contiguous")
-    assert_exact(model, [config], (LENGTH,), wanted)
+    assert_exact(model, config, (LENGTH,), wanted)
     of_convolutions = seen["causal_conv1d_fn"]
     calls = len(of_convolutions)
     count_less(monkeypatch, 10 * max(of_convolutions))
     of_convolutions.clear()
-    assert_exact(model, [config], (LENGTH,), wanted)
+    assert_exact(model, config, (LENGTH,), wanted)
     assert len(of_convolutions) >= 2 * calls
 
 
@@ -104,7 +109,7 @@ def count_less(patched: pytest.MonkeyPatch, places: int) -> None:
 def test_the_stock_path_is_refused(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, seen = in_float64(family), dict[str, list[int]]()
     wanted = copy.deepcopy(model).eval()(**whole_row((LENGTH,))).loss
-    install_kernels(model, seen, monkeypatch)
+    notice(model, seen, monkeypatch)
     model(**whole_row((20,)))
     count_less(monkeypatch, 20 * max(seen["causal_conv1d_fn"]))
     handle = patch(model.eval(), LongContextConfig())

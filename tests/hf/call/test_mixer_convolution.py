@@ -1,8 +1,6 @@
 """A convolution's kernel is given the tokens before a shard, where it takes them, as a state."""
 
 import copy
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,18 +9,15 @@ from torch import Tensor
 
 from longctx_patch import LongContextConfig
 from longctx_patch.engine.chain.convolution import in_a_row
-from longctx_patch.hf.model.sequence_kernels import functions_of, torch_function
 from longctx_patch.hf.model.transformers_api import recurrent_modules
 from tests.hf.by_documents import stock_step
-from tests.hf.call.test_mixer_documents import install
-from tests.hf.call.test_mixers import CHAINED, LENGTH, assert_exact
+from tests.hf.call.test_mixers import CHAINED, LENGTH, Function, assert_exact, install_kernels
 from tests.hf.float64 import in_float64
 
 FAMILIES = [name for name in ("qwen3_5_text", "falcon_h1", "nemotron_h") if name in CHAINED]
-NAME = "causal_conv1d_fn"
 
 
-def kernel_over(stock: Callable[..., Any], calls: list[bool]) -> Callable[..., Any]:
+def kernel_over(stock: Function, calls: list[bool]) -> Function:
     """As causal-conv1d's, which takes a state of tokens whose channels lie side by side alone. It
     notes whether each call had one."""
 
@@ -53,12 +48,13 @@ def calls_of(
     """Of all layers and ranks of an exact step."""
     model, calls = in_float64(family), list[bool]()
     wanted = stock_step(copy.deepcopy(model), lengths)
-    mixers = recurrent_modules(model)
-    function = functions_of(mixers[0])[NAME]
-    kernel = install(function, kernel_over(torch_function(function), calls))
-    patched.setattr(sys.modules[type(mixers[0]).__module__], NAME, kernel)
-    assert_exact(model, [config], lengths, wanted)
-    assert len(calls) == len(mixers) * config.ring_degree
+
+    def made(name: str, stock: Function) -> Function | None:
+        return kernel_over(stock, calls) if name == "causal_conv1d_fn" else None
+
+    install_kernels(model, made, patched)
+    assert_exact(model, config, lengths, wanted)
+    assert len(calls) == len(recurrent_modules(model)) * config.ring_degree
     return calls
 
 

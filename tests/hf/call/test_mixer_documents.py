@@ -1,9 +1,6 @@
 """Kernels that keep documents apart themselves run those that lie whole on a rank in one call."""
 
 import copy
-import functools
-import sys
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -17,15 +14,18 @@ from longctx_patch.engine.chain import delta_rule
 from longctx_patch.engine.chain.chain_run import checked_chain
 from longctx_patch.engine.chain.delta_rule import DeltaRule
 from longctx_patch.engine.chain.state_space import StateSpace
-from longctx_patch.hf.model.sequence_kernels import (
-    functions_of,
-    kernel_takes,
-    torch_function,
-)
+from longctx_patch.hf.model.sequence_kernels import functions_of, kernel_takes
 from longctx_patch.hf.model.transformers_api import recurrent_modules
 from longctx_patch.sequence.documents import Documents
 from tests.hf.by_documents import stock_step
-from tests.hf.call.test_mixers import CHAINED, DOCUMENTS, assert_exact
+from tests.hf.call.test_mixers import (
+    CHAINED,
+    DOCUMENTS,
+    Function,
+    assert_exact,
+    install,
+    install_kernels,
+)
 from tests.hf.float64 import in_float64
 
 FAMILIES = [
@@ -42,7 +42,7 @@ CONFIGS = (
 Edges = list[int]
 
 
-def rule_over(stock: Callable[..., Any], calls: list[Edges]) -> Callable[..., Any]:
+def rule_over(stock: Function, calls: list[Edges]) -> Function:
     """As fla's: documents by their edges, then without a batch. It notes those of each call."""
 
     def kernel(
@@ -77,7 +77,7 @@ def rule_over(stock: Callable[..., Any], calls: list[Edges]) -> Callable[..., An
     return kernel
 
 
-def scan_over(stock: Callable[..., Any], calls: list[Edges]) -> Callable[..., Any]:
+def scan_over(stock: Function, calls: list[Edges]) -> Function:
     """As mamba-ssm's: documents by a number for each token. It notes the edges of each call."""
 
     def kernel(
@@ -122,16 +122,6 @@ KERNELS = {
 }
 
 
-def install(function: Callable[..., Any], implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """As transformers decides for a kernel."""
-
-    @functools.wraps(torch_function(function))
-    def wrapped(*args: Any, **options: Any) -> Any:
-        return implementation(*args, **options)
-
-    return wrapped
-
-
 CASES = [
     (family, config)
     for turn, family in enumerate(FAMILIES)
@@ -147,15 +137,13 @@ def test_documents_in_one_call_are_exact(
     model = in_float64(family)
     wanted = stock_step(copy.deepcopy(model), DOCUMENTS)
     calls: list[Edges] = []
-    mixers = recurrent_modules(model)
-    for mixer in mixers:
-        for name, function in functions_of(mixer).items():
-            if name not in KERNELS:
-                continue
-            kernel = install(function, KERNELS[name](torch_function(function), calls))
-            monkeypatch.setattr(sys.modules[type(mixer).__module__], name, kernel)
-    assert_exact(model, [config], DOCUMENTS, wanted)
-    runs = len(mixers) * (2 if config.checkpoint == "full" else 1)
+
+    def made(name: str, stock: Function) -> Function | None:
+        return KERNELS[name](stock, calls) if name in KERNELS else None
+
+    install_kernels(model, made, monkeypatch)
+    assert_exact(model, config, DOCUMENTS, wanted)
+    runs = len(recurrent_modules(model)) * (2 if config.checkpoint == "full" else 1)
     joined = [edges for edges in calls if len(edges) > 2]
     assert len(joined) == runs * joined_calls(config)
     if ring_and_ulysses(config) == 1:
@@ -212,7 +200,7 @@ def test_layers_share_edges_but_not_with_an_evaluation() -> None:
     assert seen[1] is seen[2]
 
 
-def of_documents(rule: Callable[..., Any], *, batch: int, takes: bool = True) -> Tensor | None:
+def of_documents(rule: Function, *, batch: int, takes: bool = True) -> Tensor | None:
     """Two documents, after two tokens of another one."""
     inputs = (torch.ones(batch, 7, 2, 8),) * 3 + (torch.ones(batch, 7, 2),) * 2
     return DeltaRule(rule, inputs, {}, lambda: takes).run_documents([2, 3, 7])

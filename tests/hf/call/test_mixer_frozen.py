@@ -8,13 +8,12 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from longctx_patch import LongContextConfig, patch, run_virtual_ranks, virtual_group
-from longctx_patch.transport import VirtualTransport
+from longctx_patch import LongContextConfig, PatchHandle
 from tests.hf.by_documents import stock_step, whole_row
-from tests.hf.call.test_mixers import CHAINED, LENGTH, TOLERANCE
+from tests.hf.call.test_mixers import CHAINED, LENGTH, TOLERANCE, assert_exact
 from tests.hf.float64 import in_float64
-from tests.hf.on_ranks import step_of_ranks
-from tests.hf.steps import errors
+from tests.hf.on_ranks import on_ranks
+from tests.reference import relative_error
 
 CONFIGS: dict[str, LongContextConfig] = {
     "contiguous": LongContextConfig(ring_degree=2, layout="contiguous"),
@@ -39,14 +38,6 @@ TRAINED = [
 ]
 
 
-def assert_exact(model: Any, config: LongContextConfig) -> None:
-    wanted = stock_step(copy.deepcopy(model), (LENGTH,))
-    assert wanted.grads
-    found = errors(step_of_ranks(model, config, whole_row((LENGTH,))), wanted)
-    wrong = {name: error for name, error in found.items() if not error < TOLERANCE}
-    assert not wrong, wrong
-
-
 @pytest.mark.parametrize(
     ("family", "trained", "config"),
     [
@@ -61,7 +52,7 @@ def test_few_weights_are_trained(family: str, trained: str, config: str) -> None
     model = in_float64(family)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained in name)
-    assert_exact(model, CONFIGS[config])
+    assert assert_exact(model, CONFIGS[config]).grads
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -72,7 +63,7 @@ def test_adapters_on_some_projections(targets: str, config: LongContextConfig) -
     model = get_peft_model(in_float64("qwen3_5_text"), adapter)
     for parameter in model.parameters():
         parameter.data = parameter.data.double()
-    assert_exact(model, config)
+    assert assert_exact(model, config).grads
 
 
 @pytest.mark.parametrize("family", [name for name in ("bamba", "qwen3_5_text") if name in CHAINED])
@@ -82,24 +73,10 @@ def test_gradients_of_some_weights_are_asked_for(family: str) -> None:
     named = dict(model.named_parameters())
     name = next(name for name in named if "A_log" in name)
     wanted = stock_step(copy.deepcopy(model), (LENGTH,)).grads[name]
-    found: list[torch.Tensor] = []
 
-    def ask(model: Any) -> None:
+    def ask(model: Any, _: PatchHandle) -> torch.Tensor:
         loss = model(**whole_row((LENGTH,))).loss
-        found.append(torch.autograd.grad(loss, [dict(model.named_parameters())[name]])[0])
+        return torch.autograd.grad(loss, [dict(model.named_parameters())[name]])[0]
 
-    on_two_ranks(model, ask)
-    mean = torch.stack(found).mean(0)
-    assert float((mean - wanted).norm() / wanted.norm()) < TOLERANCE
-
-
-def on_two_ranks(model: Any, run: Any) -> None:
-    config = CONFIGS["contiguous"]
-    copies = [copy.deepcopy(model) for _ in range(2)]
-
-    def on_one_rank(transport: VirtualTransport) -> None:
-        mine = copies[transport.group_rank]
-        patch(mine, config, group=virtual_group(transport, config))
-        run(mine)
-
-    run_virtual_ranks(2, on_one_rank, timeout_s=60)
+    mean = torch.stack(on_ranks(model, CONFIGS["contiguous"], ask)).mean(0)
+    assert relative_error(mean, wanted) < TOLERANCE

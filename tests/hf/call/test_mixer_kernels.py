@@ -23,8 +23,7 @@ from longctx_patch.hf.model.sequence_kernels import (
     runs_kernel,
 )
 from tests.hf.by_documents import stock_step, whole_row
-from tests.hf.call.test_mixer_documents import install
-from tests.hf.call.test_mixers import CHAINED, LENGTH, assert_exact
+from tests.hf.call.test_mixers import CHAINED, LENGTH, assert_exact, install
 from tests.hf.float64 import in_float64
 from tests.hf.kernel_packages import packages, write_package
 from tests.hf.tiny import featured_model
@@ -160,22 +159,16 @@ def test_packages_that_can_not_be_imported_are_refused_with_their_error(
 
 @pytest.mark.parametrize("family", [family for family in SIZED if family in CHAINED])
 def test_sizes_that_kernels_do_not_take_are_refused(family: str, gpu: Gpu) -> None:
+    """Torch's functions take any size."""
     sizes, says = SIZED[family]
     model: Any = featured_model(family, **sizes)
+    check_mixers(model, TORCH, None)
     for config in (TORCH, LongContextConfig()):
         for package in packages():
             gpu.install(package)
         gpu.import_anew(model)
         with pytest.raises(ValueError, match=f"{says}.*pip uninstall "):
             patch(model, config)
-
-
-@pytest.mark.parametrize("family", [family for family in SIZED if family in CHAINED])
-def test_torch_functions_take_any_size(family: str) -> None:
-    sizes, _ = SIZED[family]
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(torch.nn.Parameter, "is_cuda", True, raising=False)
-        check_mixers(featured_model(family, **sizes), TORCH, None)
 
 
 def no_convolution(*args: Any, **options: Any) -> Any:
@@ -198,7 +191,7 @@ def test_one_rank_trains_where_fused_kernels_lack_the_convolution_s(
         monkeypatch.setitem(namespace, name, install(namespace[name], no_convolution))
     with pytest.raises(TypeError, match="NoneType"):
         model.train()(**whole_row((LENGTH,)), use_cache=False)
-    assert_exact(model, [LongContextConfig()], (LENGTH,), wanted)
+    assert_exact(model, LongContextConfig(), (LENGTH,), wanted)
     handle = patch(model, LongContextConfig())
     with pytest.raises(ValueError, match="needs causal-conv1d, which it could not import"):
         model(**whole_row((LENGTH,)), use_cache=False, output_hidden_states=True)

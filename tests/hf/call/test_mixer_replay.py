@@ -19,11 +19,9 @@ from longctx_patch.planner.recurrent_cost import row_of
 from longctx_patch.plans.recurrent import RecurrentWay
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.verification.shrink import keep_float64
-from tests.hf.by_documents import stock_step, whole_row
-from tests.hf.call.test_mixers import DOCUMENTS, LENGTH, TOLERANCE
+from tests.hf.by_documents import stock_step
+from tests.hf.call.test_mixers import DOCUMENTS, LENGTH, assert_exact
 from tests.hf.float64 import in_float64
-from tests.hf.on_ranks import step_of_ranks
-from tests.hf.steps import errors
 from tests.hf.tiny import SUPPORTED
 
 
@@ -88,17 +86,13 @@ def recompute_as(case: Case, way: RecurrentWay) -> Callable[[PatchHandle], None]
     return check
 
 
-def assert_exact(model: Any, case: Case, lengths: tuple[int, ...], way: RecurrentWay) -> None:
-    model = copy.deepcopy(model)
+def assert_sent(model: Any, case: Case, lengths: tuple[int, ...], way: RecurrentWay) -> None:
+    model, options = copy.deepcopy(model), case.options
     wanted = stock_step(copy.deepcopy(model), lengths)
     watch(model)
-    options = case.options
     if options.get("ulysses_degree", 1) > 1:
         options = options | {"recurrent_exchange": way}
-    config = LongContextConfig(**options)
-    found = step_of_ranks(model, config, whole_row(lengths), recompute_as(case, way))
-    wrong = {name: e for name, e in errors(found, wanted).items() if not e < TOLERANCE}
-    assert not wrong, (config, wrong)
+    assert_exact(model, LongContextConfig(**options), lengths, wanted, recompute_as(case, way))
 
 
 ALL = range(len(CASES))
@@ -119,14 +113,14 @@ frame."""
 def test_states_and_tails_travel_once_where_attention_is_kept(family: str, number: int) -> None:
     is_packed = (number // 2 + (family in ("falcon_h1", "lfm2"))) % 2
     lengths = DOCUMENTS if is_packed else (LENGTH,)
-    assert_exact(in_float64(family), CASES[number], lengths, "states")
+    assert_sent(in_float64(family), CASES[number], lengths, "states")
 
 
 @pytest.mark.parametrize("case", HEADS, ids=lambda case: case.options["checkpoint"])
 def test_heads_travel_again_and_the_rings_states_do_not(case: Case) -> None:
     model = in_float64("qwen3_5_text")
     for lengths in (DOCUMENTS, (LENGTH,)):
-        assert_exact(model, case, lengths, "heads")
+        assert_sent(model, case, lengths, "heads")
 
 
 TARGETS = {"mixers": ["in_proj_qkv", "out_proj"], "others": ["up_proj"]}
@@ -140,4 +134,4 @@ def test_adapters_on_and_beside_recurrent_layers(targets: str) -> None:
     model: Any = get_peft_model(in_float64("qwen3_5_text"), lora)
     keep_float64(model.get_base_model())
     for case in (CASES[0], CASES[1]._replace(options=CASES[1].options | {"ring_degree": 3})):
-        assert_exact(model, case, DOCUMENTS, "states")
+        assert_sent(model, case, DOCUMENTS, "states")

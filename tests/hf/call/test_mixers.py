@@ -2,27 +2,30 @@
 itself: loss and every gradient in float64, and the traffic of each rank as planned."""
 
 import copy
-from collections.abc import Sequence
+import functools
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from longctx_patch import LongContextConfig, UnsupportedModelError, patch
+from longctx_patch import LongContextConfig, PatchHandle, UnsupportedModelError, patch
 from longctx_patch.families.checks import check_model_config
 from longctx_patch.families.family import RECURRENT
 from longctx_patch.hf.call.mixers import OVER_CHAIN, check_mixers
 from longctx_patch.hf.model import transformers_api
-from longctx_patch.hf.model.sequence_kernels import KERNELS
+from longctx_patch.hf.model.sequence_kernels import KERNELS, functions_of, torch_function
 from longctx_patch.sequence.masks import causal
 from longctx_patch.verification.shrink import keep_float64
 from tests.hf.by_documents import stock_step, whole_row
 from tests.hf.float64 import in_float64
-from tests.hf.on_ranks import step_of_ranks
+from tests.hf.on_ranks import nothing, step_of_ranks
 from tests.hf.steps import Step, errors
 from tests.hf.tiny import SUPPORTED, featured_model
 
+Function = Callable[..., Any]
 CHAINED = [name for name, family in SUPPORTED.items() if set(family.features) & set(RECURRENT)]
 LENGTH = 43
 """A prime."""
@@ -44,13 +47,6 @@ THOROUGH = [name for name in ("qwen3_5_text", "falcon_h1", "lfm2") if name in SU
 """A family of each kind of layer; `tests/hf/test_states_and_latents.py` runs all."""
 
 
-@pytest.mark.parametrize("lengths", [(LENGTH,), DOCUMENTS], ids=["plain", "packed"])
-@pytest.mark.parametrize("family", THOROUGH)
-def test_every_kind_of_layer_is_exact(family: str, lengths: tuple[int, ...]) -> None:
-    model = in_float64(family)
-    assert_exact(model, CONFIGS[1::2], lengths, stock_step(copy.deepcopy(model), lengths))
-
-
 @pytest.mark.parametrize(
     "family", [name for name in ("qwen3_5_text", "falcon_h1") if name in SUPPORTED]
 )
@@ -65,12 +61,39 @@ def test_a_model_in_float64_keeps_states_in_float32(family: str) -> None:
 
 
 def assert_exact(
-    model: Any, configs: Sequence[LongContextConfig], lengths: tuple[int, ...], wanted: Step
+    model: Any,
+    config: LongContextConfig,
+    lengths: tuple[int, ...] = (LENGTH,),
+    wanted: Step | None = None,
+    check: Callable[[PatchHandle], None] = nothing,
+) -> Step:
+    """Compare with the stock step, which is returned, unless another one is wanted."""
+    wanted = wanted or stock_step(copy.deepcopy(model), lengths)
+    found = errors(step_of_ranks(model, config, whole_row(lengths), check), wanted)
+    wrong = {name: error for name, error in found.items() if not error < TOLERANCE}
+    assert not wrong, (config, wrong)
+    return wanted
+
+
+def install(function: Function, implementation: Function) -> Function:
+    """As transformers decides for a kernel."""
+
+    @functools.wraps(torch_function(function))
+    def wrapped(*args: Any, **options: Any) -> Any:
+        return implementation(*args, **options)
+
+    return wrapped
+
+
+def install_kernels(
+    model: Any, made: Callable[[str, Function], Function | None], patched: pytest.MonkeyPatch
 ) -> None:
-    for config in configs:
-        found = errors(step_of_ranks(model, config, whole_row(lengths)), wanted)
-        wrong = {name: error for name, error in found.items() if not error < TOLERANCE}
-        assert not wrong, (config, wrong)
+    """What `made(name, stock)` makes of transformers' own functions as kernels in their places."""
+    for mixer in transformers_api.recurrent_modules(model):
+        for name, function in functions_of(mixer).items():
+            if (kernel := made(name, torch_function(function))) is not None:
+                namespace = sys.modules[type(mixer).__module__]
+                patched.setattr(namespace, name, install(function, kernel))
 
 
 def test_unpatch_leaves_the_model_as_it_was() -> None:
@@ -146,7 +169,8 @@ def test_adapters_on_the_projections_are_exact(family: str) -> None:
     model: Any = get_peft_model(in_float64(family), lora)
     keep_float64(model.get_base_model())
     mixers = transformers_api.recurrent_modules(model)
-    wanted = stock_step(copy.deepcopy(model), DOCUMENTS)
+    config = CONFIGS[1 + ADAPTED.index(family)]
+    wanted = assert_exact(model, config, DOCUMENTS)
     trained = {
         f"{layer}.{factor}.default.weight"
         for layer, module in model.named_modules()
@@ -156,4 +180,3 @@ def test_adapters_on_the_projections_are_exact(family: str) -> None:
     assert len(trained) == 2 * len(mixers) * len(PROJECTIONS[family])
     assert trained <= wanted.grads.keys()
     assert all(bool(wanted.grads[name].any()) for name in trained)
-    assert_exact(model, [CONFIGS[1 + ADAPTED.index(family)]], DOCUMENTS, wanted)

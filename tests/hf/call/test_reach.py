@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from longctx_patch import LongContextConfig, SequenceShardCollator, patch, run_virtual_ranks
-from longctx_patch import virtual_group as group_of
-from longctx_patch.transport import VirtualTransport
+from longctx_patch import LongContextConfig, PatchHandle, patch
+from tests.hf.on_ranks import on_ranks
+from tests.hf.steps import collated
 from tests.hf.tiny import tiny_model, token_rows
 
 REACH = 24
@@ -24,13 +24,8 @@ def whole_rows(length: int, documents: tuple[int, ...] = ()) -> dict[str, Any]:
 
 def test_all_ranks_refuse_the_first_row_that_is_too_long() -> None:
     """As whole rows and as shards; packed documents count by their own lengths."""
-    models = [tiny_model(max_position_embeddings=REACH) for _ in range(2)]
 
-    def train(transport: VirtualTransport) -> list[float]:
-        group = group_of(transport, TWO)
-        model = models[group.group_rank]
-        patch(model, TWO, group=group)
-        collate = SequenceShardCollator(TWO, group_rank=group.group_rank, pad_token_id=0)
+    def train(model: Any, handle: PatchHandle) -> list[float]:
         reached = [
             model(**whole_rows(REACH)).loss,
             model(**whole_rows(2 * REACH, (REACH, REACH))).loss,
@@ -38,10 +33,10 @@ def test_all_ranks_refuse_the_first_row_that_is_too_long() -> None:
         with pytest.raises(ValueError, match=BEYOND):
             model(**whole_rows(REACH + 1))
         with pytest.raises(ValueError, match=BEYOND):
-            model(**collate([*token_rows(REACH - 1), *token_rows(REACH + 1)]))
+            model(**collated(handle, [*token_rows(REACH - 1), *token_rows(REACH + 1)]))
         return [loss.item() for loss in reached]
 
-    assert all(map(all, run_virtual_ranks(2, train)))
+    assert all(map(all, on_ranks(tiny_model(max_position_embeddings=REACH), TWO, train)))
 
 
 @pytest.mark.parametrize("name", ["position_ids", "attention_mask"])

@@ -5,36 +5,22 @@ the loss differed from that of the documents by themselves, silently.
 """
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from longctx_patch import LongContextConfig, PatchHandle, patch
-from longctx_patch.engine.groups import virtual_group
 from longctx_patch.hf.call.stock_documents import check_one_document
-from longctx_patch.transport import VirtualTransport, run_virtual_ranks
 from tests.hf.by_documents import stock_step, whole_row
 from tests.hf.call.test_mixers import DOCUMENTS, LENGTH, THOROUGH, TOLERANCE
 from tests.hf.float64 import in_float64
+from tests.hf.on_ranks import on_ranks
 from tests.hf.tiny import featured_model
 from tests.reference import relative_error
 
 REFUSED = "position_ids go from 0 to 0 at column 1 of row 0: several documents in a row"
 PADDED = torch.tensor([[0] * 3 + [1] * 4, [1] * 7])
-
-
-def over_ranks(
-    model: Any, config: LongContextConfig, run: Callable[[Any, PatchHandle], Any]
-) -> list[Any]:
-    copies = [copy.deepcopy(model) for _ in range(config.sequence_degree)]
-
-    def on_one_rank(transport: VirtualTransport) -> Any:
-        mine = copies[transport.group_rank]
-        return run(mine, patch(mine, config, group=virtual_group(transport, config)))
-
-    return run_virtual_ranks(config.sequence_degree, on_one_rank)
 
 
 @pytest.mark.parametrize("degree", [1, 2])
@@ -65,7 +51,7 @@ def test_documents_are_kept_apart_or_refused(family: str, degree: int) -> None:
             assert all(map(torch.equal, generated(model), words))
 
     with pytest.warns(UserWarning, match="packed rows: documents begin anew in the recurrent"):
-        over_ranks(model, LongContextConfig(ring_degree=degree), run)
+        on_ranks(model, LongContextConfig(ring_degree=degree), run)
 
 
 def generated(model: Any) -> list[torch.Tensor]:

@@ -11,14 +11,12 @@ from torch import Tensor, nn
 
 from longctx_patch import (
     LongContextConfig,
+    PatchHandle,
     SequenceParallelismError,
-    patch,
-    run_virtual_ranks,
     verify_on_virtual_ranks,
-    virtual_group,
 )
-from longctx_patch.transport import VirtualTransport
 from tests.hf.float64 import padded_rows
+from tests.hf.on_ranks import on_ranks
 from tests.hf.tiny import tiny_model
 
 TWO = LongContextConfig(ring_degree=2, checkpoint="full")
@@ -69,11 +67,8 @@ def made(place: str, mix: Callable[[Tensor], Tensor]) -> Any:
 @pytest.mark.parametrize("place", ["mlp", "norm", "forward"])
 @pytest.mark.parametrize("mix", [with_mean, with_neighbour, noisy])
 def test_what_mixes_tokens_is_refused(place: str, mix: Callable[[Tensor], Tensor]) -> None:
-    models = [made(place, mix) for _ in range(2)]
 
-    def on_one_rank(transport: VirtualTransport) -> str:
-        model = models[transport.group_rank]
-        patch(model, TWO, group=virtual_group(transport, TWO))
+    def refuse(model: Any, _: PatchHandle) -> str:
         with pytest.raises(
             SequenceParallelismError, match="gives a token alone something else"
         ) as error:
@@ -82,7 +77,7 @@ def test_what_mixes_tokens_is_refused(place: str, mix: Callable[[Tensor], Tensor
         return str(error.value)
 
     name = "norm (" if place == "norm" else "layers.1.mlp ("
-    assert all(name in said for said in run_virtual_ranks(2, on_one_rank))
+    assert all(name in said for said in on_ranks(made(place, mix), TWO, refuse))
 
 
 @pytest.mark.parametrize("place", ["mlp", "norm", "forward"])
@@ -93,19 +88,16 @@ def test_what_computes_each_token_by_itself_is_exact(place: str) -> None:
 
 @pytest.mark.parametrize("degree", [1, 2])
 def test_a_token_is_tried_on_the_first_step_alone_and_by_several_ranks(degree: int) -> None:
-    models = [made("mlp", by_token) for _ in range(degree)]
     config = LongContextConfig(ring_degree=degree, checkpoint="attention")
 
-    def on_one_rank(transport: VirtualTransport) -> list[int]:
-        model = models[transport.group_rank]
-        patch(model, config, group=virtual_group(transport, config))
+    def train(model: Any, _: PatchHandle) -> list[int]:
         calls: list[int] = model.model.layers[1].mlp.calls
         for _ in range(2):
             model(**padded_rows()).loss.backward()
             calls.append(0)
         return calls
 
-    for calls in run_virtual_ranks(degree, on_one_rank):
+    for calls in on_ranks(made("mlp", by_token), config, train):
         first, second = calls[: calls.index(0)], calls[calls.index(0) + 1 : -1]
         assert first == [1] * (degree > 1) + second
         assert len(second) == 2  # in forward and recomputed in backward
