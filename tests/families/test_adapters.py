@@ -12,15 +12,14 @@ from torch import nn
 
 from longctx_patch import (
     LongContextConfig,
+    PatchHandle,
     UnsupportedModelError,
     patch,
-    run_virtual_ranks,
     verify_on_virtual_ranks,
-    virtual_group,
 )
 from longctx_patch.families.checks import EXACT_ADAPTERS, INEXACT_LORA
-from longctx_patch.transport import VirtualTransport
 from tests.hf.float64 import padded_rows
+from tests.hf.on_ranks import on_ranks
 from tests.hf.tiny import tiny_model
 
 TARGETS: dict[str, Any] = {"target_modules": ["q_proj", "v_proj", "down_proj"]}
@@ -93,17 +92,13 @@ def test_another_adapter_is_refused_by_name(kind: str) -> None:
     )
     with pytest.raises(UnsupportedModelError, match=says):
         patch(adapted(tiny_model(), kind, options), LongContextConfig())
-    config = LongContextConfig(ring_degree=2)
-    models = [tiny_model() for _ in range(2)]
 
-    def on_one_rank(transport: VirtualTransport) -> None:
-        model = models[transport.group_rank]
-        patch(model, config, group=virtual_group(transport, config))
+    def adapt_late(model: Any, _: PatchHandle) -> None:
         late = adapted(model, kind, options)
         with pytest.raises(ValueError, match=says):
             late(**padded_rows())
 
-    run_virtual_ranks(2, on_one_rank)
+    on_ranks(tiny_model(), LongContextConfig(ring_degree=2), adapt_late)
 
 
 def test_options_of_lora_that_are_refused() -> None:

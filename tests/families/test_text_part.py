@@ -12,16 +12,16 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForImageTextToText
 
-from longctx_patch import LongContextConfig, patch, run_virtual_ranks, virtual_group
+from longctx_patch import LongContextConfig
 from longctx_patch.families.checks import UnsupportedModelError, check_model_config
 from longctx_patch.families.load_config import load_model_config
 from longctx_patch.families.supported import FAMILIES
 from longctx_patch.families.text_part import TEXT_TYPES, auto_class, text_weights
 from longctx_patch.plugin import NeedsWholeReading, text_model, unread_model
-from longctx_patch.transport import VirtualTransport
 from longctx_patch.verification.shrink import keep_float64
-from tests.hf.float64 import backward
+from tests.hf.on_ranks import step_of_ranks
 from tests.hf.seeing import WHOLE, seeing_config, seeing_model, text_rows
+from tests.hf.steps import Step, errors
 from tests.hf.tiny import gradients
 from tests.reference import relative_error
 
@@ -62,29 +62,18 @@ def test_on_text_ranks_compute_what_the_whole_model_does(family: str, tmp_path: 
     """Loss and every gradient of the text model in float64, against the stock whole model."""
     whole = seeing_model(family, tied=family in TIED)
     whole.save_pretrained(tmp_path / "whole", max_shard_size="30KB")
+    batch, model = text_rows(), text_model(str(tmp_path / "whole"), dtype=torch.float32)
+    for each in (model, whole):
+        each.train()
+        each.set_attn_implementation("eager")
+        keep_float64(each)
     config = LongContextConfig(ring_degree=2, checkpoint="attention")
-    batch = text_rows()
-    models = [text_model(str(tmp_path / "whole"), dtype=torch.float32) for _ in range(2)]
-    for model in (*models, whole):
-        model.train()
-        model.set_attn_implementation("eager")
-        keep_float64(model)
-
-    def on_one_rank(transport: VirtualTransport) -> dict[str, Tensor]:
-        model = models[transport.group_rank]
-        patch(model, config, group=virtual_group(transport, config))
-        return backward(model(**batch).loss, model)
-
+    found = step_of_ranks(model, config, batch)
     logits = logits_of(whole, family, batch)[:, :-1]
     loss = cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
     loss.backward()
-    wanted = {"loss": loss.detach()} | text_weights(gradients(whole))
-    ranks = run_virtual_ranks(2, on_one_rank)
-    assert all(rank.keys() == wanted.keys() for rank in ranks)
-    for name, value in wanted.items():
-        found = torch.stack([rank[name] for rank in ranks]).mean(0)
-        error = relative_error(found, value)
-        assert error < 1e-10, f"{family}: {name} differs by {error:.1e}"
+    wanted = Step(loss.detach(), text_weights(gradients(whole)))
+    assert max(errors(found, wanted).values()) < 1e-10, family
 
 
 @pytest.mark.parametrize("family", WHOLE)

@@ -8,17 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from transformers.masking_utils import chunked_causal_mask_function
 
-from longctx_patch import (
-    LongContextConfig,
-    SequenceShardCollator,
-    UnsupportedModelError,
-    patch,
-    run_virtual_ranks,
-    virtual_group,
-)
+from longctx_patch import LongContextConfig, PatchHandle, UnsupportedModelError, patch
 from longctx_patch.data.whole_rows import read_rows
 from longctx_patch.engine.decided import row_mask
 from longctx_patch.families.checks import check_model_config
@@ -27,10 +19,10 @@ from longctx_patch.hf.model.stock_model import stock_model
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.masks import bidirectional
-from longctx_patch.transport import VirtualTransport
 from tests.hf.by_documents import stock_step, whole_row
 from tests.hf.float64 import in_float64
-from tests.hf.steps import Step, errors
+from tests.hf.on_ranks import on_ranks, step_of_ranks
+from tests.hf.steps import Step, collated, errors
 from tests.hf.tiny import featured_config, featured_model, gradients, token_rows
 from tests.reference import relative_error
 
@@ -41,15 +33,11 @@ DOCUMENTS = (1, 17, 3, 14, 8)
 
 
 def sharded_step(model: Any, config: LongContextConfig, lengths: tuple[int, ...]) -> Step:
-    """The sum over all ranks; each rank has sent what its plans say, to the byte."""
-    copies = [copy.deepcopy(model) for _ in range(config.sequence_degree)]
-    row = {"input_ids": token_rows(LENGTH, 1)[0]["input_ids"], "seq_lengths": list(lengths)}
+    """The sum over all ranks of shards; each rank has sent what its plans say, to the byte."""
+    row: Any = {"input_ids": token_rows(LENGTH, 1)[0]["input_ids"], "seq_lengths": list(lengths)}
 
-    def on_one_rank(transport: VirtualTransport) -> Step:
-        model = copies[transport.group_rank]
-        handle = patch(model, config, group=virtual_group(transport, config))
-        collate = SequenceShardCollator(config, group_rank=handle.group_rank, pad_token_id=0)
-        batch = collate([row])
+    def run(model: Any, handle: PatchHandle) -> Step:
+        batch = collated(handle, [row])
         labels = batch.pop("shift_labels")
         logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
@@ -62,7 +50,7 @@ def sharded_step(model: Any, config: LongContextConfig, lengths: tuple[int, ...]
             assert planned == Traffic(sent.messages, sent.bytes)
         return Step(loss.detach(), gradients(model))
 
-    steps = run_virtual_ranks(config.sequence_degree, on_one_rank)
+    steps = on_ranks(model, config, run)
     names = steps[0].grads
     total = {name: torch.stack([step.grads[name] for step in steps]).sum(0) for name in names}
     return Step(torch.stack([step.loss for step in steps]).sum(), total)
@@ -122,17 +110,15 @@ def test_chunks_that_end_where_shards_end_travel_nowhere() -> None:
     config = LongContextConfig(ring_degree=2, layout="contiguous")
 
     def sent(**changes: Any) -> int:
-        models = [featured_model(FAMILY, attention_chunk_size=16, **changes) for _ in range(2)]
+        found: list[int] = []
 
-        def on_one_rank(transport: VirtualTransport) -> int:
-            model = models[transport.group_rank]
-            handle = patch(model, config, group=virtual_group(transport, config))
-            ids = torch.tensor([token_rows(32)[0]["input_ids"]])
-            model(input_ids=ids, labels=ids).loss.backward()
+        def note(handle: PatchHandle) -> None:
             assert handle.first_step is not None
-            return handle.first_step.planned_forward().bytes
+            found.append(handle.first_step.planned_forward().bytes)
 
-        return sum(run_virtual_ranks(2, on_one_rank))
+        model = featured_model(FAMILY, attention_chunk_size=16, **changes)
+        step_of_ranks(model, config, whole_row((32,)), note)
+        return sum(found)
 
     assert sent(layer_types=["full_attention"] * 3) == 3 * sent() > 0
 
@@ -153,15 +139,8 @@ def test_whole_rows_that_transformers_counts_otherwise_are_refused() -> None:
     assert stock_model(featured_model("llama")).counts_rows_from is None
     short = whole_row((2, 5))
     wanted = featured_model(FAMILY, **cool)(**short, use_cache=False).loss
-    found = [featured_model(FAMILY, **cool) for _ in range(2)]
-    ring = LongContextConfig(ring_degree=2)
-
-    def loss(transport: VirtualTransport) -> Tensor:
-        model = found[transport.group_rank]
-        patch(model, ring, group=virtual_group(transport, ring))
-        return model(**short).loss.detach()
-
-    assert relative_error(torch.stack(run_virtual_ranks(2, loss)).mean(), wanted.detach()) < 1e-5
+    found = step_of_ranks(featured_model(FAMILY, **cool), LongContextConfig(ring_degree=2), short)
+    assert relative_error(found.loss, wanted.detach()) < 1e-5
 
 
 def test_stock_passes_and_router_logits_of_a_patched_model() -> None:
@@ -174,7 +153,7 @@ def test_stock_passes_and_router_logits_of_a_patched_model() -> None:
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
     assert torch.equal(model.generate(prompt, **options), stock.generate(prompt, **options))
     model.train()
-    batch = SequenceShardCollator(handle.config, group_rank=0, pad_token_id=0)(token_rows(20))
+    batch = collated(handle, token_rows(20))
     plain, routed = model(**batch), model(**batch, output_router_logits=True)
     assert relative_error(plain.loss, routed.loss) < 1e-6  # one by transformers' own attention
     handle.unpatch()

@@ -13,30 +13,26 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from longctx_patch import (
-    LongContextConfig,
-    SequenceShardCollator,
-    patch,
-    run_virtual_ranks,
-    virtual_group,
-)
+from longctx_patch import LongContextConfig, PatchHandle, patch
 from longctx_patch.config import LossName
 from longctx_patch.families.checks import UnsupportedModelError
 from longctx_patch.families.family import IMAGES, RECURRENT
 from longctx_patch.families.supported import FAMILIES
 from longctx_patch.hf.call.image_rows import spans_mask
 from longctx_patch.sequence.masks import bidirectional
-from longctx_patch.transport import VirtualTransport
 from longctx_patch.verification import verify
 from longctx_patch.verification.shrink import keep_float64
 from tests.harness import run_distributed
 from tests.hf.float64 import WAYS, backward, stock_loss
+from tests.hf.on_ranks import on_ranks, step_of_ranks
 from tests.hf.seeing import WHOLE, seeing_config, seeing_model, seen_rows, text_rows
+from tests.hf.steps import collated
 from tests.reference import relative_error
 
 SEEING = [name for name in WHOLE if name.split()[0] in FAMILIES]
 ROW = ("input_ids", "labels", "attention_mask", "mm_token_type_ids")
 """What rows have beside their images."""
+TWO = LongContextConfig(ring_degree=2)
 ALONE = {"ring_degree": 1, "checkpoint": "attention"}
 
 
@@ -50,45 +46,22 @@ def is_recurrent(family: str) -> bool:
     return bool(set(FAMILIES[family.split()[0]].features) & set(RECURRENT))
 
 
-def given_in(family: str, batch: dict[str, Any], dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
-    """A model and a batch in a dtype."""
-    model = seeing_model(family)
-    if dtype == torch.float64:
-        keep_float64(model)
-    return model, {n: v.to(dtype) if v.is_floating_point() else v for n, v in batch.items()}
-
-
-def wanted_of(family: str, batch: dict[str, Any]) -> dict[str, Tensor]:
-    """Loss and gradients of the stock model in float64."""
-    model, batch = given_in(family, batch, torch.float64)
-    return backward(stock_loss(model, batch), model)
-
-
 def assert_exact(
     family: str, config: LongContextConfig, batch: dict[str, Any]
 ) -> dict[str, Tensor]:
-    """Compare virtual ranks with the stock model; returns its loss and gradients."""
-    wanted = wanted_of(family, batch)
-    models = [given_in(family, batch, torch.float64)[0] for _ in range(config.sequence_degree)]
-    _, batch = given_in(family, batch, torch.float64)
-
-    def on_one_rank(transport: VirtualTransport) -> dict[str, Tensor]:
-        model = models[transport.group_rank]
-        handle = patch(model, config, group=virtual_group(transport, config))
-        found = backward(model(**batch).loss, model)
-        assert handle.first_step is not None
-        assert handle.first_step.backward_problem() is None
-        handle.unpatch()
-        return found
-
-    ranks = run_virtual_ranks(config.sequence_degree, on_one_rank)
-    assert all(rank.keys() == wanted.keys() for rank in ranks)
-    for name, value in wanted.items():
-        found = torch.stack([rank[name] for rank in ranks]).mean(0)
-        error = relative_error(found, value)
+    """Compare virtual ranks with the stock model in float64; returns its loss and gradients."""
+    model = seeing_model(family)
+    keep_float64(model)
+    batch = {n: v.double() if v.is_floating_point() else v for n, v in batch.items()}
+    found = step_of_ranks(model, config, batch)
+    wanted = backward(stock_loss(model, batch), model)
+    assert found.grads.keys() == wanted.keys() - {"loss"}
+    for name, value in (found.grads | {"loss": found.loss}).items():
+        error = relative_error(value, wanted[name])
         if name.endswith("k_proj.bias") and of_images(name):
             # It adds one number to all scores of a query, so that its gradient is rounding alone.
-            error = float((found - value).norm() / wanted[name.replace("bias", "weight")].norm())
+            scale = wanted[name.replace("bias", "weight")].norm()
+            error = float((value - wanted[name]).norm() / scale)
         assert error < 1e-10, f"{family}, {config}: {name} differs by {error:.1e}"
     return wanted
 
@@ -136,9 +109,8 @@ def images_of(outputs: Any) -> list[Tensor]:
 def test_evaluation_log_probs_and_what_is_restored(family: str) -> None:
     """Whole rows in evaluation on each rank alone, shared, and their log-probabilities; the model
     is the stock one again when it is unpatched."""
-    config, batch = LongContextConfig(ring_degree=2), seen_rows(family)
-    models = [seeing_model(family) for _ in range(2)]
-    alone = copy.deepcopy(models[0]).eval()
+    batch, whole = seen_rows(family), seeing_model(family)
+    alone = copy.deepcopy(whole).eval()
     given = {name: value for name, value in batch.items() if name != "labels"}
     with torch.no_grad():
         logits = alone(**given).logits
@@ -147,9 +119,7 @@ def test_evaluation_log_probs_and_what_is_restored(family: str) -> None:
     wanted = logits[:, :-1].log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
     wanted = wanted * (labels >= 0)
 
-    def on_one_rank(transport: VirtualTransport) -> None:
-        model = models[transport.group_rank]
-        handle = patch(model, config, group=virtual_group(transport, config))
+    def evaluate(model: Any, handle: PatchHandle) -> None:
         found = handle.token_log_probs(batch)
         assert relative_error(found, wanted) < 1e-5
         model.eval()
@@ -166,7 +136,7 @@ def test_evaluation_log_probs_and_what_is_restored(family: str) -> None:
         assert model.config.text_config._attn_implementation == "eager"
         assert model.config.vision_config._attn_implementation == "eager"
 
-    run_virtual_ranks(2, on_one_rank)
+    on_ranks(whole, TWO, evaluate)
 
 
 def under_ddp(rank: int) -> None:
@@ -196,18 +166,15 @@ def test_processes_under_ddp() -> None:
 
 def refusal(batch: dict[str, Any], others: dict[str, Any] | None = None) -> str:
     """What two ranks say of a batch, rank 1 of `others` if they are given."""
-    config = LongContextConfig(ring_degree=2)
     family = "gemma3" if "token_type_ids" in batch else "qwen3_vl"
-    models = [seeing_model(family) for _ in range(2)]
 
-    def on_one_rank(transport: VirtualTransport) -> str:
-        mine = others if others is not None and transport.group_rank else batch
-        patch(models[transport.group_rank], config, group=virtual_group(transport, config))
+    def refuse(model: Any, handle: PatchHandle) -> str:
+        mine = others if others is not None and handle.group_rank else batch
         with pytest.raises(ValueError) as raised:
-            models[transport.group_rank](**mine)
+            model(**mine)
         return str(raised.value)
 
-    return run_virtual_ranks(2, on_one_rank)[0]
+    return str(on_ranks(seeing_model(family), TWO, refuse)[0])
 
 
 def test_rows_whose_images_have_no_known_places_are_refused() -> None:
@@ -239,30 +206,23 @@ def test_a_batch_has_one_mask_of_images() -> None:
     rows = seen_rows("gemma3")
     rows["token_type_ids"][1, 25] = 1
     assert "2 rows with images in different places" in refusal(rows)
-    models = [seeing_model("gemma3") for _ in range(2)]
-    config = LongContextConfig(ring_degree=2)
 
-    def on_one_rank(transport: VirtualTransport) -> None:
-        model, group = models[transport.group_rank], virtual_group(transport, config)
-        patch(model, config, group=group, mask=bidirectional)
+    def refuse(model: Any, _: PatchHandle) -> None:
         with pytest.raises(ValueError, match="Patch it without mask="):
             model(**seen_rows("gemma3"))
 
-    run_virtual_ranks(2, on_one_rank)
+    on_ranks(seeing_model("gemma3"), TWO, refuse, mask=bidirectional)
 
 
 def test_plans_made_ahead_without_the_images_mask_are_not_used() -> None:
-    config, rows = LongContextConfig(ring_degree=2), seen_rows("gemma3")
-    models = [seeing_model("gemma3") for _ in range(3)]
-    wanted = backward(stock_loss(models[2], rows), models[2])["loss"]
+    rows, whole = seen_rows("gemma3"), seeing_model("gemma3")
+    wanted = stock_loss(whole, rows).detach()
 
-    def on_one_rank(transport: VirtualTransport) -> None:
-        model = models[transport.group_rank]
-        handle = patch(model, config, group=virtual_group(transport, config))
+    def train(model: Any, handle: PatchHandle) -> None:
         for batch in handle.plan_ahead([rows, rows]):
             assert relative_error(model(**batch).loss.detach(), wanted) < 1e-5
 
-    run_virtual_ranks(2, on_one_rank)
+    on_ranks(whole, TWO, train)
 
 
 def test_the_mask_of_images() -> None:
@@ -274,11 +234,9 @@ def test_the_mask_of_images() -> None:
 
 
 def test_images_of_a_shard_are_refused() -> None:
-    config = LongContextConfig()
     model, rows = seeing_model("qwen2_5_vl"), seen_rows("qwen2_5_vl")
-    patch(model, config)
-    collate = SequenceShardCollator(config, group_rank=0, pad_token_id=0)
-    shard = collate([{"input_ids": row} for row in rows["input_ids"].tolist()])
+    handle = patch(model, LongContextConfig())
+    shard = collated(handle, [{"input_ids": row} for row in rows["input_ids"].tolist()])
     with pytest.raises(ValueError, match="Pass whole rows, as the processor makes them"):
         model(**shard, **{name: rows[name] for name in ("pixel_values", "image_grid_thw")})
 
@@ -296,12 +254,6 @@ def test_other_models_that_read_images_are_refused_with_the_fix() -> None:
 def test_sizes_of_images_may_be_a_list() -> None:
     rows = seen_rows("mistral3")
     given = rows | {"image_sizes": [tuple(size) for size in rows["image_sizes"].tolist()]}
-    models, config = [seeing_model("mistral3") for _ in range(3)], LongContextConfig(ring_degree=2)
-    wanted = stock_loss(models[2], rows).detach()
-
-    def on_one_rank(transport: VirtualTransport) -> Tensor:
-        model = models[transport.group_rank]
-        patch(model, config, group=virtual_group(transport, config))
-        return model(**given).loss.detach()
-
-    assert relative_error(torch.stack(run_virtual_ranks(2, on_one_rank)).mean(), wanted) < 1e-5
+    model = seeing_model("mistral3")
+    wanted = stock_loss(model, rows).detach()
+    assert relative_error(step_of_ranks(model, TWO, given).loss, wanted) < 1e-5

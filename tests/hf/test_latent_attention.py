@@ -4,8 +4,6 @@ every kind, under every checkpoint policy, with adapters.
 `test_checks.py` compares every family in float32 on processes.
 """
 
-import copy
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,15 +14,10 @@ from peft import LoraConfig, get_peft_model
 from longctx_patch import (
     LongContextConfig,
     PatchHandle,
-    UnsupportedModelError,
-    patch,
-    run_virtual_ranks,
-    virtual_group,
 )
 from longctx_patch.families.facts import ModelFacts
 from longctx_patch.families.family import LATENT, RECURRENT
 from longctx_patch.hf.model.transformers_api import attention_modules
-from longctx_patch.transport import VirtualTransport
 from longctx_patch.verification.shrink import keep_float64
 from tests.hf.float64 import (
     TOKENS,
@@ -33,6 +26,7 @@ from tests.hf.float64 import (
     packed_row,
     padded_rows,
 )
+from tests.hf.on_ranks import on_ranks
 from tests.hf.tiny import SUPPORTED, VOCABULARY, featured_model, tiny_model
 
 LATENT_FAMILIES = [name for name, family in SUPPORTED.items() if LATENT in family.features]
@@ -105,17 +99,10 @@ def lora(dropout: float = 0.0) -> LoraConfig:
     return LoraConfig(target_modules=["kv_b_proj"], r=3, lora_dropout=dropout)
 
 
-def on_two_ranks(
-    model: Any, config: LongContextConfig, then: Callable[[Any, int], Any]
-) -> list[Any]:
-    """What `then(handle, rank)` returns for copies of a model that are patched on two ranks."""
-    models = [model, copy.deepcopy(model)]
-
-    def on_one_rank(transport: VirtualTransport) -> Any:
-        rank = transport.group_rank
-        return then(patch(models[rank], config, group=virtual_group(transport, config)), rank)
-
-    return run_virtual_ranks(2, on_one_rank)
+def travels(model: Any, handle: PatchHandle) -> str:
+    model.train()
+    model(**padded_rows())
+    return repr(handle.first_step)
 
 
 def test_the_stock_path_and_unpatch_give_the_stock_model() -> None:
@@ -126,7 +113,7 @@ def test_the_stock_path_and_unpatch_give_the_stock_model() -> None:
         wanted = model(ids).logits
         words = model.generate(ids, max_new_tokens=3, do_sample=False)
 
-    def then(handle: Any, _: int) -> tuple[bool, ...]:
+    def then(_: Any, handle: PatchHandle) -> tuple[bool, ...]:
         with torch.no_grad():
             patched = handle.model(ids).logits
             said = handle.model.generate(ids, max_new_tokens=3, do_sample=False)
@@ -138,7 +125,7 @@ def test_the_stock_path_and_unpatch_give_the_stock_model() -> None:
         same = (torch.equal(patched, wanted), torch.equal(unpatched, wanted))
         return (*same, torch.equal(said, words), not left)
 
-    assert all(map(all, on_two_ranks(model, RING, then)))
+    assert all(map(all, on_ranks(model, RING, then)))
 
 
 def test_dropout_in_the_expansion_lets_heads_travel() -> None:
@@ -147,17 +134,12 @@ def test_dropout_in_the_expansion_lets_heads_travel() -> None:
     def adapted() -> Any:
         return get_peft_model(featured_model("youtu"), lora(dropout=0.5))
 
-    def travels(handle: Any, _: int) -> str:
-        handle.model.train()
-        handle.model(**padded_rows())
-        return repr(handle.first_step)
-
-    assert all("latents" not in said for said in on_two_ranks(adapted(), RING, travels))
+    assert all("latents" not in said for said in on_ranks(adapted(), RING, travels))
     asked = replace(RING, kv_exchange="latent")
     with pytest.raises(
         RuntimeError, match="kv_exchange='latent': an adapter on kv_b_proj has drop"
     ):
-        on_two_ranks(adapted(), asked, lambda handle, _: None)
+        on_ranks(adapted(), asked, lambda *_: None)
 
 
 @pytest.mark.parametrize(
@@ -171,12 +153,12 @@ def test_dropout_in_the_expansion_lets_heads_travel() -> None:
     ],
 )
 def test_what_the_expansion_gets_after_the_patch_is_checked(change: Any, says: str) -> None:
-    def then(handle: Any, _: int) -> None:
+    def then(model: Any, handle: PatchHandle) -> None:
         change(handle.model)
         with pytest.raises(ValueError, match=says):
             handle.model(**padded_rows())
 
-    on_two_ranks(featured_model("youtu"), RING, then)
+    on_ranks(featured_model("youtu"), RING, then)
 
 
 def test_latents_that_can_not_travel_are_refused() -> None:
@@ -189,23 +171,11 @@ def test_latents_that_can_not_travel_are_refused() -> None:
             LongContextConfig(kv_exchange="latent", **degrees)
     with pytest.raises(ValueError, match="kv_exchange='latents'"):
         LongContextConfig(kv_exchange="latents")  # type: ignore[arg-type]
-    model, config = tiny_model(), LongContextConfig(ring_degree=2, kv_exchange="latent")
-
-    def on_one_rank(transport: VirtualTransport) -> None:
-        if transport.group_rank == 0:
-            with pytest.raises(UnsupportedModelError, match="'llama' has no latents"):
-                patch(model, config, group=virtual_group(transport, config))
-
-    run_virtual_ranks(2, on_one_rank)
-    patch(model, LongContextConfig()).unpatch()  # nothing was left behind
+    with pytest.raises(RuntimeError, match="'llama' has no latents"):
+        on_ranks(tiny_model(), LongContextConfig(ring_degree=2, kv_exchange="latent"), travels)
 
 
 def test_auto_lets_heads_travel_where_they_are_fewer_numbers() -> None:
     wide = featured_model("youtu", kv_lora_rank=160)
 
-    def travels(handle: Any, _: int) -> str:
-        handle.model.train()
-        handle.model(**padded_rows())
-        return repr(handle.first_step)
-
-    assert all("latents" not in said for said in on_two_ranks(wide, RING, travels))
+    assert all("latents" not in said for said in on_ranks(wide, RING, travels))

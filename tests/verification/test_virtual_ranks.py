@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from longctx_patch import (
     LongContextConfig,
-    SequenceShardCollator,
+    PatchHandle,
     UnsupportedModelError,
     patch,
     run_virtual_ranks,
@@ -19,6 +19,8 @@ from longctx_patch.hf.loss import shard_loss
 from longctx_patch.loss.law import Scale
 from longctx_patch.transport import VirtualTransport
 from tests.hf.float64 import TOKENS, packed_row, padded_rows
+from tests.hf.on_ranks import on_ranks
+from tests.hf.steps import collated
 from tests.hf.tiny import featured_model, tiny_model, token_rows
 
 RING = LongContextConfig(ring_degree=4)
@@ -152,16 +154,12 @@ def test_a_family_that_is_not_supported() -> None:
 
 def test_labels_of_a_shard_need_processes() -> None:
     """Their loss is scaled by the number of processes, which virtual ranks are not."""
-    models = [tiny_model(), tiny_model()]
 
-    def on_one_rank(transport: VirtualTransport) -> None:
-        rank = transport.group_rank
-        patch(models[rank], TWO, group=virtual_group(transport, TWO))
-        collate = SequenceShardCollator(TWO, group_rank=rank, pad_token_id=0)
+    def refuse(model: Any, handle: PatchHandle) -> None:
         with pytest.raises(ValueError, match=r"virtual ranks are threads of one. Give .* whole"):
-            models[rank](**collate(token_rows(TOKENS)))
+            model(**collated(handle, token_rows(TOKENS)))
 
-    run_virtual_ranks(2, on_one_rank)
+    on_ranks(tiny_model(), TWO, refuse)
 
 
 def test_a_group_of_another_config_is_refused() -> None:
