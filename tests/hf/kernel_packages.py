@@ -11,8 +11,8 @@ def packages(names: Iterable[str] = KERNELS) -> set[str]:
     return {KERNELS[name].module.partition(".")[0] for name in names}
 
 
-def write_package(folder: Path, package: str, does: str = "...") -> None:
-    """A package with each kernel that is taken of it, and what a kernel does when it is called."""
+def write_package(folder: Path, package: str) -> None:
+    """A package with each kernel that is taken of it."""
     (folder / package).mkdir(exist_ok=True)
     (folder / package / "__init__.py").write_text("")
     for kernel in KERNELS.values():
@@ -24,4 +24,4 @@ def write_package(folder: Path, package: str, does: str = "...") -> None:
                 path.mkdir(exist_ok=True)
                 (path / "__init__.py").touch()
             with (path / "__init__.py").open("a") as file:
-                file.write(f"def {kernel.name}(*args, **options): {does}\n")
+                file.write(f"def {kernel.name}(*args, **options): ...\n")

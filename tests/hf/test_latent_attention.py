@@ -1,8 +1,5 @@
 """Latent attention (MLA) against the stock model, whether latents or heads travel: over ranks of
-every kind, under every checkpoint policy, with adapters.
-
-`test_checks.py` compares every family in float32 on processes.
-"""
+every kind, under every checkpoint policy, with adapters."""
 
 from dataclasses import replace
 from typing import Any

@@ -17,7 +17,7 @@ from longctx_patch.families.checks import check_model_config
 from longctx_patch.hf.handle import PatchHandle
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.verification.shrink import keep_float64
-from tests.hf.float64 import backward, padded_rows, stock_loss
+from tests.hf.float64 import backward, packed_row, padded_rows, stock_loss
 from tests.hf.on_ranks import step_of_ranks
 from tests.hf.steps import Step, errors
 from tests.hf.tiny import featured_model, tiny_model
@@ -78,12 +78,6 @@ def dense_step(
     return Step(found.pop("loss"), found)
 
 
-PACKED = {
-    **{name: value[:1] for name, value in padded_rows().items() if name != "attention_mask"},
-    "position_ids": torch.cat([torch.arange(length) for length in LENGTHS])[None],
-}
-PACKED["labels"] = PACKED["labels"].clone()
-PACKED["labels"][0, [0, 3, 22]] = -100
 WAYS: list[dict[str, Any]] = [
     {},
     {"ring_degree": 2, "checkpoint": "attention"},
@@ -109,7 +103,7 @@ def test_loss_and_gradients(
     family: str, heads: tuple[int, int], shifted: int, packed: bool
 ) -> None:
     model = model_of(family, heads)
-    batch, lengths = (PACKED, LENGTHS) if packed else (padded_rows(), (37,))
+    batch, lengths = (packed_row(), LENGTHS) if packed else (padded_rows(), (37,))
     wanted = dense_step(model, batch, lengths, shifted)
     for way in WAYS:
         found = step_of_ranks(model, LongContextConfig(**way, shifted_group=GROUP), batch)

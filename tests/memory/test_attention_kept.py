@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness import run_distributed
 from tests.hf.tiny import tiny_model
 from tests.memory.live_bytes import LiveBytes
 from tests.memory.trained import Gradients, Trained, assert_equal, assert_near
@@ -62,27 +61,3 @@ def test_host_memory_falls_with_the_share() -> None:
     inputs = layers * batch * length * hidden * 4
     results = layers * batch * length * heads * (dim + 1) * 4
     assert held == {1.0: inputs + results, 0.5: inputs + results // 2, 0.0: inputs}
-
-
-KEPT: dict[tuple[int, int], list[tuple[Any, float]]] = {
-    (4, 1): [("offload", 0.25)],
-    (1, 4): [("attention", 0.5)],
-    (2, 2): [("attention", 0.5), ("offload", 0.25), ("auto", 0.5)],
-}
-"""Policies, and the share of attention that each keeps, by the degrees of Ulysses and ring."""
-
-
-def check_on_four_ranks(rank: int) -> None:
-    for (u, r), ways in KEPT.items():
-        degrees: dict[str, Any] = {"ulysses_degree": u, "ring_degree": r, "layout": "striped"}
-        wanted = Trained(tiny_model(), checkpoint="none", **degrees).step()
-        for policy, share in ways:
-            it = Trained(tiny_model(), checkpoint=policy, attention_kept=share, **degrees)
-            # The second step checks what the first backward sent against the plans.
-            for _ in range(2):
-                assert_close(it.step(), wanted)
-            assert it.handle._calls.first_step._is_over
-
-
-def test_on_four_ranks() -> None:
-    run_distributed(check_on_four_ranks, 4)

@@ -1,5 +1,5 @@
 """A trainer over several ranks per sequence logs and learns what one process with the stock model
-does: every metric of 8 steps, over the ends of epochs, and of an evaluation, and every weight."""
+does: every metric of 6 steps, over the ends of epochs, and of an evaluation, and every weight."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -30,13 +30,12 @@ TWO = [
     Case(
         "adapters",
         config={"ring_degree": 2},
-        arguments={"max_steps": 6},
         adapters={"target_modules": "all-linear", "use_dora": True},
     ),
     Case(
         "adapters and more",
         config={"ring_degree": 2},
-        arguments={"max_steps": 6, "gradient_checkpointing": True},
+        arguments={"gradient_checkpointing": True},
         adapters={
             "target_modules": ["q_proj", "down_proj"],
             "modules_to_save": ["lm_head"],
@@ -46,7 +45,6 @@ TWO = [
     Case(
         "adapters over four bits",
         config={"ring_degree": 2},
-        arguments={"max_steps": 6},
         model={"intermediate_size": 128},  # a multiple of what bitsandbytes scales together
         adapters={"target_modules": "all-linear"},
         four_bits=True,
@@ -62,8 +60,8 @@ TWO = [
         },
         arguments={"max_steps": 4},
     ),
-    Case("smoothed", config=LOGITS, arguments={"max_steps": 6, "label_smoothing_factor": 0.1}),
-    Case("own loss", config=LOGITS, arguments={"max_steps": 6} | ACCUMULATED, own_loss=True),
+    Case("smoothed", config=LOGITS, arguments={"label_smoothing_factor": 0.1}),
+    Case("own loss", config=LOGITS, arguments=ACCUMULATED, own_loss=True),
 ]
 FOUR = [
     Case(
@@ -105,7 +103,7 @@ SHARDED = [
         f"{copies} copies of shards",
         "qwen3",
         config=RING,
-        arguments=ACCUMULATED | {"max_steps": 6},
+        arguments=ACCUMULATED,
         sharding=sharded(RING, "Qwen3DecoderLayer", copies),
     )
     for copies in (1, 2)

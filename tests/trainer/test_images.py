@@ -23,22 +23,21 @@ from tests.trainer.trained import (
 )
 
 RING: dict[str, Any] = {"ring_degree": 2}
-USUAL: dict[str, Any] = {"max_steps": 6}
-ALONE = USUAL | {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1}
+ALONE = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1}
 STOCK = {"gradient_checkpointing": False}
 TWO = [
     Case(
         "pictures",
         "qwen3_vl",
         config=RING | {"checkpoint": "attention"},
-        arguments=USUAL | {"gradient_accumulation_steps": 3},
+        arguments={"gradient_accumulation_steps": 3},
         has_images=True,
     ),
     Case(
         "adapters, in the encoder too",
         "qwen2_5_vl",
         config={"ulysses_degree": 2, "layout": "contiguous"},
-        arguments=USUAL | {"gradient_checkpointing": True},
+        arguments={"gradient_checkpointing": True},
         adapters={"target_modules": "all-linear"},
         has_images=True,
         every_row_has_images=True,
@@ -52,20 +51,13 @@ TWO = [
         | {"gradient_checkpointing": True},
         has_images=True,
     ),
-    Case(
-        "pictures in a hybrid",
-        "qwen3_5",
-        config=RING | {"layout": "contiguous", "checkpoint": "full"},
-        arguments={"max_steps": 4},
-        has_images=True,
-    ),
     Case("pictures that see each other", "gemma3", config=RING, arguments=ALONE, has_images=True),
 ]
-REPLICAS = Case("replicas", "qwen3_vl", config=RING, arguments=USUAL, has_images=True)
+REPLICAS = Case("replicas", "qwen3_vl", config=RING, has_images=True)
 SHARDED = replace(
     REPLICAS,
     name="shards",
-    arguments=USUAL | {"gradient_accumulation_steps": 2},
+    arguments={"gradient_accumulation_steps": 2},
     sharding=sharded(RING, "Qwen3VLTextDecoderLayer", 1),
     every_row_has_images=True,
 )

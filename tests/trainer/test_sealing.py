@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import TrainerCallback
 
-from longctx_patch.checkpoints.manifest import BEGUN, MANIFEST, problems_of, read_manifest, seal
+from longctx_patch.checkpoints.manifest import MANIFEST, problems_of, read_manifest, seal
 from longctx_patch.trainer import sealing
 from longctx_patch.trainer.record import RECORD
 from longctx_patch.trainer.sealing import SealedCheckpointsMixin
@@ -252,22 +252,6 @@ def test_stock_checkpoints_are_taken_and_old_ones_go_last(tmp_path: Path) -> Non
     assert not manifests
     assert sum("checkpoints get no manifest" in text for text in said) == 2  # once for each run
     assert sum("has no manifest" in text for text in said) == 1
-    check_damage(tmp_path / "killed" / "checkpoint-6")
-
-
-def check_damage(checkpoint: Path) -> None:
-    """Every file of a trainer's checkpoint, cut, flipped and deleted, is named."""
-    assert sealing._problems(checkpoint) == []
-    paths = [path for path in checkpoint.rglob("*") if path.is_file() and path.name != BEGUN]
-    assert {"model.safetensors", ".metadata", MANIFEST, RECORD} < {p.name for p in paths}
-    for path in paths:
-        content = path.read_bytes()
-        for damage in (lambda p: p.write_bytes(p.read_bytes()[:-1]), flipped, Path.unlink):
-            damage(path)
-            (problem,) = sealing._problems(checkpoint)
-            assert problem.startswith(path.relative_to(checkpoint).as_posix())
-            path.write_bytes(content)
-    assert sealing._problems(checkpoint) == []
 
 
 @pytest.fixture

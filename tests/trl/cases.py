@@ -130,11 +130,11 @@ def train_all(runs: Sequence[tuple[Case, bool]], folder: Path) -> list[Trained]:
     return [train(case, folder / case.name, is_patched) for case, is_patched in runs]
 
 
-def train(case: Case, folder: Path, is_patched: bool) -> Trained:
+def train(case: Case, folder: Path, is_patched: bool, **given: Any) -> Trained:
     """Train, with an evaluation at the end."""
     shards = bool(case.sharding) and is_patched
     with sharding_on_cpus() if shards else nullcontext():
-        trainer = make_trainer(case, folder, is_patched)
+        trainer = make_trainer(case, folder, is_patched, **given)
         trainer.train()
         evaluated = trainer.evaluate()
     assert isinstance(trainer.model_wrapped, FSDPModule) == shards
@@ -145,28 +145,29 @@ def train(case: Case, folder: Path, is_patched: bool) -> Trained:
     return Trained(logged, weights, numbers(evaluated))
 
 
-def make_trainer(case: Case, folder: Path, is_patched: bool) -> Any:
+def make_trainer(case: Case, folder: Path, is_patched: bool, **given: Any) -> Any:
+    """`given`: what the trainer gets in place of the case's own."""
     arguments, cls = TRAINERS[case.trainer]
-    options, given = case.arguments, dict[str, Any]()
+    options, usual = case.arguments, dict[str, Any]()
     if is_patched:
         cls = type("Patched", (LongContextTrainerMixin, cls), {})
-        given["long_context"] = LongContextConfig(**case.config)
+        usual["long_context"] = LongContextConfig(**case.config)
         options = options | case.sharding
-    model = model_of(case)
-    model.config._name_or_path = str(folder / "model")  # where TRL looks for a reference
+    if "model" not in given:
+        usual["model"] = model_of(case)
+        usual["model"].config._name_or_path = str(folder / "model")  # where TRL finds a reference
     if case.adapter:
-        given["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
-    elif case.trainer in ("dpo", "kto"):
-        given["ref_model"] = moved(model_of(case))
+        usual["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
+    elif case.trainer in ("dpo", "kto") and "model" not in given:
+        usual["ref_model"] = moved(model_of(case))
     if case.trainer in GENERATING:
-        given["reward_funcs"] = early_words
+        usual["reward_funcs"] = early_words
+    if "train_dataset" not in given:
+        usual["train_dataset"] = load_from_disk(str(folder / "train"))
+        usual["eval_dataset"] = load_from_disk(str(folder / "eval"))
     trainer = cls(
-        model=model,
         args=arguments(output_dir=str(folder / "out"), **USUAL | options),
-        train_dataset=load_from_disk(str(folder / "train")),
-        eval_dataset=load_from_disk(str(folder / "eval")),
-        processing_class=tokenizer(),
-        **given,
+        **{"processing_class": tokenizer()} | usual | given,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -7,50 +7,24 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import PrinterCallback
-from trl import DPOConfig, DPOTrainer
 
-from longctx_patch import LongContextConfig, LongContextTrainerMixin
 from longctx_patch.hf.model.transformers_api import decoder_layers
 from tests.hf.tiny import featured_model
 from tests.plugin.launched import run_launched
 from tests.trainer.trained import numbers
-from tests.trl.cases import rows, tokenizer
+from tests.trl.cases import Case, make_trainer, rows
 
 Log = list[dict[str, float]]
 
 
-class LongDPOTrainer(LongContextTrainerMixin, DPOTrainer):
-    pass
-
-
 def trained(
-    folder: Path, model: Any, checkpoint: Any = "none", options: Any = None, **given: Any
+    folder: Path, checkpoint: str = "none", options: Any = None, **given: Any
 ) -> tuple[Log, bool]:
     """What four steps log, and whether what runs the layers is still the same function."""
-    args = DPOConfig(
-        output_dir=str(folder / "out"),
-        use_cpu=True,
-        bf16=False,
-        max_steps=4,
-        optim="sgd",
-        learning_rate=0.02,
-        per_device_train_batch_size=2,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        **options or {},
-    )
-    trainer = LongDPOTrainer(
-        model,
-        args=args,
-        train_dataset=Dataset.from_list(rows("pairs", 8, 1)),
-        processing_class=tokenizer(),
-        long_context=LongContextConfig(ring_degree=2, checkpoint=checkpoint),
-        **given,
-    )
-    trainer.remove_callback(PrinterCallback)
+    config = {"ring_degree": 2, "checkpoint": checkpoint}
+    case = Case("dpo", "dpo", "pairs", config, arguments={"max_steps": 4} | (options or {}))
+    given["train_dataset"] = Dataset.from_list(rows("pairs", 8, 1))
+    trainer = make_trainer(case, folder, is_patched=True, **given)
     before = runners(trainer.long_context_handle.model)
     trainer.train()
     is_kept = before == runners(trainer.long_context_handle.model)
@@ -67,8 +41,9 @@ def runners(model: Any) -> list[Any]:
 def check_references(folder: Path) -> None:
     """By its name TRL loads the model and its reference, which begin with the same weights."""
     loading = {"model_init_kwargs": {"attn_implementation": "eager", "dtype": "float32"}}
-    by_name, _ = trained(folder, str(folder / "model"), options=loading)
-    given, _ = trained(folder, featured_model("llama"), ref_model=featured_model("llama").eval())
+    by_name, _ = trained(folder, model=str(folder / "model"), options=loading)
+    reference = featured_model("llama").eval()
+    given, _ = trained(folder, model=featured_model("llama"), ref_model=reference)
     assert by_name == given
     assert abs(by_name[2]["rewards/margins"]) > 1e-5  # the reference stays behind
 
@@ -80,7 +55,7 @@ def check_policies(folder: Path) -> None:
     for checkpoint in ("none", "attention"):
         torch.manual_seed(0)
         model = featured_model("llama")
-        found[checkpoint] = trained(folder, model, checkpoint, peft_config=adapter)
+        found[checkpoint] = trained(folder, checkpoint, model=model, peft_config=adapter)
     assert found["attention"][0] == found["none"][0]
     assert found["attention"][1]
 

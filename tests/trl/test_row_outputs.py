@@ -126,8 +126,8 @@ def loss_of_all(outputs: Any) -> Tensor:
 def test_every_field(family: str, kind: str) -> None:
     """With TRL's head before the patch or after it."""
     given, last = with_router(family, BATCHES[kind].given), family in ("gemma2", "mixtral")
-    model, options = featured_model(family), {"temperature": 0.8, "outputs": FIELDS}
-    compare(model, given, loss_of_all, patched_last=last, **options)
+    model = featured_model(family)
+    compare(model, given, loss_of_all, patched_last=last, temperature=0.8, outputs=FIELDS)
 
 
 def loss_of_sum(outputs: Any) -> Tensor:
@@ -159,7 +159,7 @@ def frozen_head(model: Any) -> Any:
 def test_gradients_that_the_head_makes_in_forward(family: str) -> None:
     """Where log-probabilities are only summed, over all rows or in each row, or the head is frozen,
     none of its products is computed again in backward."""
-    fields = {"outputs": ("log_probs", "entropy", "is_top1")}
+    fields: dict[str, Any] = {"outputs": ("log_probs", "entropy", "is_top1")}
     for batch in BATCHES.values():
         given = with_router(family, batch.given)
         model = featured_model(family)

@@ -90,7 +90,7 @@ def test_what_computes_each_token_by_itself_is_exact(place: str) -> None:
 def test_a_token_is_tried_on_the_first_step_alone_and_by_several_ranks(degree: int) -> None:
     config = LongContextConfig(ring_degree=degree, checkpoint="attention")
 
-    def train(model: Any, _: PatchHandle) -> list[int]:
+    def train(model: Any, handle: PatchHandle) -> list[int]:
         calls: list[int] = model.model.layers[1].mlp.calls
         for _ in range(2):
             model(**padded_rows()).loss.backward()
