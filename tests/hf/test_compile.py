@@ -24,11 +24,13 @@ def train(policy: CheckpointPolicy, *, compiled: bool) -> tuple[Gradients, int, 
 
 
 def check(rank: int) -> None:
-    eager, *sent, _ = train("attention", compiled=False)
-    found, *sent_compiled, graphs = train("attention", compiled=True)
-    assert sent_compiled == sent
-    assert_near(found, eager, 1e-5)
-    assert graphs[1] == graphs[0] > 0, "a batch of the same length is compiled no more"
+    policies: tuple[CheckpointPolicy, ...] = ("none", "attention")
+    for policy in policies:
+        eager, *sent, _ = train(policy, compiled=False)
+        found, *sent_compiled, graphs = train(policy, compiled=True)
+        assert sent_compiled == sent
+        assert_near(found, eager, 1e-5)
+        assert graphs[1] == graphs[0] > 0, "a batch of the same length is compiled no more"
     for reason in counters["graph_break"]:
         assert "torch.compiler.disable" in reason
 
