@@ -14,7 +14,7 @@ from longctx_patch.recipes.data.conversations import MARKED
 from longctx_patch.recipes.data.losses import Losses, too_many
 from longctx_patch.recipes.data.token_table import column_lengths, lengths_of, losses_of
 from longctx_patch.recipes.settings import parse_settings
-from longctx_patch.recipes.text_rows import TextRows
+from longctx_patch.recipes.text_rows import Share, TextRows
 from longctx_patch.recipes.text_sources import evaluation_rows, rows_of_run
 from longctx_patch.recipes.trl_data import RunData, packed_rows, tables_of_run
 from longctx_patch.recipes.yaml_file import read_yaml
@@ -84,9 +84,7 @@ def _text_facts(rows: TextRows, documents: np.ndarray) -> Facts:
         _learned(rows.num_tokens - len(rows.pieces.starts), rows.num_tokens),
     ]
     for share in rows.shares:
-        facts.append(
-            _share(share.source, share.of_all, share.num_tokens, share.times, share.num_rows)
-        )
+        facts.append((share.source, f"{share.of_all:.1%}", share.tokens))
     facts += [*rows.left_out, *rows.stream.losses.facts()]
     if split := int((documents > rows.seq_len).sum()):
         facts.append(("split", f"{split:,}", "documents longer than a row"))
@@ -148,15 +146,9 @@ def _shares(data: RunData) -> Facts:
         mine = lengths[owners == number]
         of_all = mine.sum() / max(1, lengths.sum())
         times = len(mine) / max(1, size)
-        facts.append(_share(source, of_all, int(mine.sum()), times, size))
+        share = Share(source, int(mine.sum()), of_all, size, times)
+        facts.append((source, f"{share.of_all:.1%}", share.tokens))
     return facts
-
-
-def _share(
-    source: str, of_all: float, num_tokens: int, times: float, num_rows: int
-) -> tuple[str, str, str]:
-    rows = f"rows {times:.2f} times each of its {num_rows:,}"
-    return source, f"{of_all:.1%}", f"of the tokens, {num_tokens:,}; {rows}"
 
 
 def _packing(lengths: np.ndarray, seq_len: int) -> tuple[str, str, str]:

@@ -8,7 +8,7 @@ from longctx_patch.evaluation.context_evaluation import ContextEvaluation, Prepa
 from longctx_patch.evaluation.scores import ContextScores
 from longctx_patch.hf.handle import PatchHandle
 from longctx_patch.plugin.together import own_rank
-from longctx_patch.recipes.evaluate import tasks_of, write_scores
+from longctx_patch.recipes.evaluate import tasks_of, tasks_problem, write_scores
 from longctx_patch.recipes.settings import ModelSettings
 from longctx_patch.trainer.context_scores import ContextEvaluationCallback, entry_of
 
@@ -21,6 +21,14 @@ def asked_of(settings: ModelSettings) -> ContextEvaluation:
         samples=settings.eval_context_samples,
         label="run",
     )
+
+
+def check_tasks(settings: ModelSettings, tokenizer: Any) -> None:
+    """Raise ValueError, before weights are read, for tasks that can't be made at some length."""
+    if not settings.eval_context_steps:
+        return
+    if problem := tasks_problem(asked_of(settings), tokenizer, "--eval-context-tasks"):
+        raise ValueError(problem)
 
 
 def write_step(output: Path, step: int, scores: ContextScores) -> None:

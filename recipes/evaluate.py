@@ -166,12 +166,12 @@ def refusal(settings: EvalSettings) -> str | None:
     return None
 
 
-def tasks_problem(asked: ContextEvaluation, tokenizer: Any) -> str | None:
+def tasks_problem(asked: ContextEvaluation, tokenizer: Any, option: str = "--tasks") -> str | None:
     """Which tasks no sample can be made of at some length, each with the reason, and which can."""
     reasons: dict[str, list[str]] = {}
     depths = asked.depths and asked.depths[:1]
     for task in asked.tasks:
-        require_choice("--tasks", task, [*TASKS, RULER])
+        require_choice(option, task, [*TASKS, RULER])
         try:
             for length in asked.lengths:
                 make_samples([task], tokenizer, length, 1, asked.seed, depths, asked.sources)
@@ -179,9 +179,9 @@ def tasks_problem(asked: ContextEvaluation, tokenizer: Any) -> str | None:
             reasons.setdefault(str(error).removeprefix(f"{task}: "), []).append(task)
     if not reasons:
         return None
-    lines = [f"--tasks {','.join(tasks)}: {reason}" for reason, tasks in reasons.items()]
+    lines = [f"{option} {','.join(tasks)}: {reason}" for reason, tasks in reasons.items()]
     fit = [task for task in asked.tasks if task not in chain(*reasons.values())]
-    return "\n".join([*lines, *[f"The others fit: --tasks {','.join(fit)}"] * bool(fit)])
+    return "\n".join([*lines, *[f"The others fit: {option} {','.join(fit)}"] * bool(fit)])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -50,7 +50,7 @@ from longctx_patch.plugin import close_accelerator, make_accelerator, states_on_
 from longctx_patch.recipes import hub, models
 from longctx_patch.recipes.also_train import check_precision
 from longctx_patch.recipes.bars import ProgressBar
-from longctx_patch.recipes.context_steps import ContextSteps
+from longctx_patch.recipes.context_steps import ContextSteps, check_tasks
 from longctx_patch.recipes.ended import is_over
 from longctx_patch.recipes.exporting import write_model
 from longctx_patch.recipes.final_model import write_final
@@ -203,6 +203,7 @@ def read_inputs(settings: Settings, accelerator: Any, stages: Stages) -> Inputs:
     stages.enter("data")  # what is wrong with it is said before weights are read
     tokenizer = models.load_tokenizer(settings)
     models.check_vocabulary(tokenizer, config)
+    check_tasks(settings, tokenizer)
     data = build_data(settings, tokenizer)
     if settings.num_train_epochs:
         steps = math.ceil(settings.num_train_epochs * data.steps_of_epoch)

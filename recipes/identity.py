@@ -28,7 +28,7 @@ from longctx_patch.recipes.settings import PARALLELISM, ModelSettings
 FREE = {
     *("text", "data", "output", "resume", "allow_change"),
     *("save_every", "keep_last", "keep_every"),
-    *("eval_data", "eval_steps"),  # what is evaluated changes no weight
+    *("eval_data", "eval_steps", "max_eval_samples"),  # what is evaluated changes no weight
     *("eval_context_steps", "eval_context_tasks", "eval_context_lengths", "eval_context_samples"),
     "num_train_epochs",  # max_steps says it
     *("model", "tokenizer", "chat_template", "text_field"),  # what they lead to is compared

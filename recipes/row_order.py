@@ -19,6 +19,12 @@ def check_batch(name: str, size: int, num_rows: int) -> None:
         )
 
 
+def evenly(num_rows: int, most: int) -> list[int]:
+    """The numbers of `most` rows, spread over all of them; 0: of all."""
+    taken = min(num_rows, most or num_rows)
+    return [number * num_rows // taken for number in range(taken)]
+
+
 @dataclass(kw_only=True)
 class RowOrder:
     """Which rows each replica takes in each forward: shuffled anew in every pass over the data.

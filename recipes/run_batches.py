@@ -10,7 +10,7 @@ from longctx_patch import SequenceShardCollator
 from longctx_patch.engine.groups import world_place
 from longctx_patch.loss.law import IGNORE_INDEX
 from longctx_patch.recipes.lengths import LengthStage
-from longctx_patch.recipes.row_order import RowOrder, check_batch
+from longctx_patch.recipes.row_order import RowOrder, check_batch, evenly
 from longctx_patch.recipes.settings import Settings
 from longctx_patch.recipes.text_rows import TextRows
 from longctx_patch.recipes.text_sources import evaluation_rows, rows_of_run
@@ -39,6 +39,8 @@ class Data(NamedTuple):
     replica: int
     evaluation: TextRows | None = None
     """What is evaluated on."""
+    max_eval_samples: int = 0
+    """How many of its rows at most; 0: all."""
 
     def at(self, step: int) -> Stage:
         """The stage of `step` (from 0)."""
@@ -110,7 +112,8 @@ def build_data(settings: Settings, tokenizer: Any) -> Data:
         for of_stage, stage in zip(settings.of_stages(), settings.length_stages, strict=True)
     )
     replica = world_place(settings.sequence_parallelism()).data_parallel_rank
-    return Data(stages, replica, evaluation_rows(settings, tokenizer))
+    rows = evaluation_rows(settings, tokenizer)
+    return Data(stages, replica, rows, settings.max_eval_samples)
 
 
 def _build_stage(settings: Settings, tokenizer: Any, of: LengthStage) -> Stage:
@@ -147,13 +150,15 @@ def micro_batches(data: Data, steps: range) -> Iterator[dict[str, torch.Tensor]]
 
 
 def evaluation_batches(data: Data) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield this process's shard for each forward over the evaluation rows, each of which one
-    replica has. All replicas have as many forwards: one without a row left has no labels."""
+    """Yield this process's shard for each forward over the evaluation rows, `max_eval_samples` at
+    most, each of which one replica has. All replicas have as many forwards: one without a row left
+    has no labels."""
     rows, stage = data.evaluation, data.longest()
     size = stage.order.batch_size
     assert rows is not None
     unlabelled = rows[0] | {"labels": [IGNORE_INDEX] * len(rows[0]["input_ids"])}
-    for first in range(0, len(rows), size * stage.order.replicas):
+    chosen = evenly(len(rows), data.max_eval_samples)
+    for first in range(0, len(chosen), size * stage.order.replicas):
         start = first + size * data.replica
-        mine = [rows[index] for index in range(start, min(start + size, len(rows)))]
+        mine = [rows[index] for index in chosen[start : start + size]]
         yield stage.collator(mine or [unlabelled])

@@ -202,8 +202,12 @@ class _Guarded(_Adapted):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _ContextEvaluated(_Guarded):
-    """Tasks over a long context, evaluated during the training."""
+    """What is evaluated during the training."""
 
+    max_eval_samples: int = setting(
+        "most rows (in sft and dpo: records) of eval_data to evaluate on, spread over it; 0: all",
+        default=0,
+    )
     eval_context_steps: int = setting(
         "steps between evaluations of whether the model uses its context, and one at the end; 0: "
         "none",
@@ -223,7 +227,8 @@ class _ContextEvaluated(_Guarded):
         return tuple(sorted({*self.eval_context_lengths} or {self.seq_len, self.target_length}))
 
     def _check_context_evaluation(self) -> None:
-        for name, least in (("eval_context_steps", 0), ("eval_context_samples", 1)):
+        leasts = {"eval_context_steps": 0, "eval_context_samples": 1, "max_eval_samples": 0}
+        for name, least in leasts.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)}: it must be {least} or more.")
         tasks = [name for item in self.eval_context_tasks for name in item.split(",")]

@@ -149,6 +149,8 @@ def read_settings(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
     `kinds`: the type of each setting that there is.
     """
     content = read_yaml(path)
+    # Older run folders have settings that went, which at 0 or null asked for nothing.
+    content = {k: value for k, value in content.items() if value or k not in GONE_SETTINGS}
     for name in [name for name in OUTPUT if name in content and name not in kinds]:
         (own,) = (other for other in OUTPUT if other in kinds)
         if own in content:

@@ -36,6 +36,13 @@ class Pieces(NamedTuple):
         return Pieces(self.starts[which], self.lengths[which])
 
 
+MANY_TIMES = 4
+REPEATED = (
+    f"what is read more than {MANY_TIMES} times teaches ever less, arXiv 2305.16264; give more of "
+    "it, or a smaller share"
+)
+
+
 class Share(NamedTuple):
     """What a source, or a kind of documents, has of the tokens of a run."""
 
@@ -46,11 +53,15 @@ class Share(NamedTuple):
     times: float
     """How often its rows are there, on average."""
 
+    @property
+    def tokens(self) -> str:
+        """What follows its share, in words."""
+        said = f"of the tokens, {self.num_tokens:,}; rows {self.times:.2f} times each of its"
+        said = f"{said} {self.num_rows:,}"
+        return said if self.times <= MANY_TIMES else f"{said} (WARNING: {REPEATED})"
+
     def __str__(self) -> str:
-        return (
-            f"{self.source}: {self.of_all:.1%} of the tokens, {self.num_tokens:,} "
-            f"({self.times:.2f} times each of its {self.num_rows:,} rows)"
-        )
+        return f"{self.source}: {self.of_all:.1%} {self.tokens}"
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from longctx_patch.recipes.data.reading import Reading
 from longctx_patch.recipes.data.records import FIELDS, Kind, is_empty_file, kind_of
 from longctx_patch.recipes.data.sources import check_apart, parts_of
 from longctx_patch.recipes.data.token_table import losses_of, mixed, stream_of, table_of
+from longctx_patch.recipes.row_order import evenly
 from longctx_patch.recipes.trl_settings import TrlSettings, parse
 
 
@@ -120,16 +121,14 @@ def load_data(settings: TrlSettings, args: Any, reading: Reading) -> RunData:
     if settings.streaming:
         losses = Losses(refuses=not settings.allow_dropped)
         train = stream_of(settings.data[0], reading, losses)
-        evaluation = _tables(settings.eval_data, args, reading)
-        return RunData(
-            train, _joined(evaluation), reading, args, allows_dropped=settings.allow_dropped
-        )
+        evaluation = _evaluation(settings, args, reading)
+        return RunData(train, evaluation, reading, args, allows_dropped=settings.allow_dropped)
     tables = _tables(settings.data, args, reading)
     if settings.data_shares:
         train = mixed(tables, settings.data_shares, seed=args.seed)
     else:
         train = concatenate_datasets(tables)
-    evaluation = _joined(_tables(settings.eval_data, args, reading))
+    evaluation = _evaluation(settings, args, reading)
     if settings.eval_share:
         parts = train.train_test_split(settings.eval_share, seed=args.seed)
         train, evaluation = parts["train"], parts["test"]
@@ -154,5 +153,9 @@ def _tables(sources: list[str], args: Any, reading: Reading) -> list[Any]:
     return [table_of(source, reading, num_proc=num_proc) for source in sources]
 
 
-def _joined(tables: list[Any]) -> Any:
-    return concatenate_datasets(tables) if tables else None
+def _evaluation(settings: TrlSettings, args: Any, reading: Reading) -> Any:
+    if not settings.eval_data:
+        return None
+    rows = concatenate_datasets(_tables(settings.eval_data, args, reading))
+    most = settings.max_eval_samples
+    return rows.select(evenly(len(rows), most)) if most else rows

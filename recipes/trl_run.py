@@ -29,7 +29,7 @@ from longctx_patch.plugin import close_accelerator
 from longctx_patch.plugin.gloo_interface import choose_gloo_interface
 from longctx_patch.recipes import hub, models
 from longctx_patch.recipes.also_train import check_precision
-from longctx_patch.recipes.context_steps import ContextStepsCallback, asked_of
+from longctx_patch.recipes.context_steps import ContextStepsCallback, asked_of, check_tasks
 from longctx_patch.recipes.ended import is_over
 from longctx_patch.recipes.final_model import write_final
 from longctx_patch.recipes.identity import check_fingerprint, with_weights
@@ -205,6 +205,7 @@ def read_inputs(settings: TrlSettings, args: Any, stages: Stages) -> Inputs:
     check_precision(settings.also_train, settings.dtype, mixed_precision)
     tokenizer = models.load_tokenizer(settings)
     models.check_vocabulary(tokenizer, config)
+    check_tasks(settings, tokenizer)
     stages.enter("data")
     data = load_data(settings, args, reading_of(settings, args, tokenizer, config.vocab_size))
     data.say_losses(args.distributed_state.print)

@@ -2,6 +2,7 @@
 
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
@@ -184,7 +185,8 @@ class PreparedEvaluation:
             lengths = sorted({sample.length for sample in samples})
             say(f"{name}: {len(samples)} samples of {', '.join(map(in_k, lengths))} tokens")
             scores = score_samples(scorer, samples)
-            tasks[name] = _task_scores(samples, scores, self._haystacks.get(name))
+            haystack, is_own = self._haystacks.get(name), name not in asked.tasks
+            tasks[name] = _task_scores(samples, scores, haystack, is_own=is_own)
         if watchdog is not None:
             watchdog.enter("step")
         return ContextScores(
@@ -262,13 +264,15 @@ def _samples(tokenizer: Any, asked: ContextEvaluation) -> dict[str, list[Sample]
 def _add(made: Sequence[Sample], found: dict[str, list[Sample]]) -> None:
     for problem in sample_problems(made):
         raise ValueError(problem)
+    ways = Counter(task for task, _ in {(sample.task, sample.scoring) for sample in made})
     for sample in made:
-        samples = found.setdefault(sample.task, [])
+        name = f"{sample.task}_{sample.scoring}" if ways[sample.task] > 1 else sample.task
+        samples = found.setdefault(name, [])
         samples.append(replace(sample, prompt=array("i", sample.prompt)))
 
 
 def _task_scores(
-    samples: Sequence[Sample], scores: Sequence[float], haystack: str | None
+    samples: Sequence[Sample], scores: Sequence[float], haystack: str | None, *, is_own: bool
 ) -> TaskScores:
     """The means of a task's samples by length and depth."""
     by_cell: dict[tuple[int, float | None], list[float]] = {}
@@ -278,10 +282,11 @@ def _task_scores(
         Cell(length=length, depth=depth, score=fmean(values), samples=len(values))
         for (length, depth), values in by_cell.items()
     ]
-    note = "" if haystack is None else f"haystack: {haystack}"
-    ways = {sample.scoring for sample in samples}
-    scoring = "mixed" if len(ways) > 1 else samples[0].scoring
-    return TaskScores(scoring=scoring, cells=tuple(cells), note=note)
+    if is_own:
+        note = f"of {max(sample.num_tokens for sample in samples):,} tokens at most"
+    else:
+        note = f"haystack: {haystack}" if haystack else ""
+    return TaskScores(scoring=samples[0].scoring, cells=tuple(cells), note=note)
 
 
 def _on_all_ranks(make: Callable[[], Made]) -> Made:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from longctx_patch.evaluation.longppl import LongPPL
 from longctx_patch.evaluation.positions import PositionLosses
@@ -31,8 +31,7 @@ class Cell:
 class TaskScores:
     """The scores of one task."""
 
-    scoring: Scoring | Literal["mixed"]
-    """`mixed`: some samples are forced, others ranked."""
+    scoring: Scoring
     cells: tuple[Cell, ...]
     note: str = ""
     """Where the task is not as it was published, in words."""

@@ -63,6 +63,9 @@ def test_what_a_chat_run_will_see(job: Path) -> None:
     assert "\x1b" not in plain
     assert re.findall(r"\{\+(.*?)\+\}", plain) == green
     assert "\nrow " not in data(str(job / "run" / "sft.yaml"), "--rows", "0").output
+    change(job / "run" / "sft.yaml", max_eval_samples=2)
+    held_out = rows("chat", 3, 2)
+    assert len(tables_of_run(job / "run" / "sft.yaml").evaluation) == 2 < len(held_out)
 
 
 def test_a_chat_template_without_marks(job: Path) -> None:
@@ -163,7 +166,7 @@ def test_shares_of_a_mixture(job: Path, held_out: str) -> None:
     """By tokens, as they were asked for; a small source is drawn again. Also of sources that are
     joined, of which each row comes once."""
     many = write(job / "many.jsonl", [{"text": " ".join(["w1"] * 5)}] * 300)
-    few = write(job / "few.jsonl", [{"text": " ".join(["w2"] * 17)}] * 10)
+    few = write(job / "few.jsonl", [{"text": " ".join(["w2"] * 17)}] * 7)
     patch(job, "--data", str(many), "--data", str(few), "--sft")
     settings = job / "run" / "sft.yaml"
     plain = settings.read_text() + f"eval_share: {held_out}\n"
@@ -177,14 +180,15 @@ def test_shares_of_a_mixture(job: Path, held_out: str) -> None:
         tokens[words_of("w2")[0] in row["input_ids"]] += len(row["input_ids"])
     assert shares == [round(100 * each / sum(tokens), 1) for each in tokens]
     counts = [sum(token in row["input_ids"] for row in train) for token in words_of("w1", "w2")]
-    for file, count, size in ((many, counts[0], 300), (few, counts[1], 10)):
-        wanted = rf"{file} .*rows {count / size:.2f} times each of its {size}\n"
+    for file, count, size in ((many, counts[0], 300), (few, counts[1], 7)):
+        warned = r" \(WARNING: what is read more than 4 times.*" if count > 4 * size else ""
+        wanted = rf"{file} .*rows {count / size:.2f} times each of its {size}{warned}\n"
         assert re.search(wanted, said)
     settings.write_text(plain)
     said = data(str(job / "run"), "--no-color").output
     if held_out == "0.0":
         assert f"of the tokens, {300 * 6:,}; rows 1.00 times each of its 300" in said
-        assert "of the tokens, 180; rows 1.00 times each of its 10\n" in said
+        assert "of the tokens, 126; rows 1.00 times each of its 7\n" in said
 
 
 def test_shares_of_a_mixture_of_text(job: Path) -> None:

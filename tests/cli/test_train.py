@@ -225,7 +225,7 @@ def test_help_beside_a_run_folder_lists_the_flags_of_its_recipe(folder: Path, ru
         *("Options:", "The model, and how it is loaded:"),
         *("How long rows are, and the context that RoPE is scaled for:",),
         *("What of the model is trained:", "What ends a run, or leaves out a step:"),
-        *("Tasks over a long context, evaluated during the training:",),
+        *("What is evaluated during the training:",),
         *("The data and the output:", "How ranks share a row:", "The training itself:"),
     ]
     flat = " ".join(result.output.split())

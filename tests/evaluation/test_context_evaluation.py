@@ -2,6 +2,7 @@
 results as JSON and tables; and what is refused, on all ranks."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -150,9 +151,11 @@ def test_tasks_by_length_and_depth(tmp_path: Path) -> None:
     assert task.note == "haystack: noise"
     cells = [(cell.length, cell.depth, cell.samples) for cell in task.cells]
     assert cells == [(320, 0.25, 2), (320, 1.0, 2), (512, 0.25, 2), (512, 1.0, 2)]
-    own = scores.tasks["questions"]
-    assert own.scoring == "mixed"
-    assert [(cell.length, cell.depth, cell.samples) for cell in own.cells] == [(512, None, 2)]
+    for way in ("forced", "ranked"):
+        own = scores.tasks[f"questions_{way}"]
+        assert own.scoring == way
+        assert re.fullmatch(r"of \d\d tokens at most", own.note)
+        assert [(cell.length, cell.depth, cell.samples) for cell in own.cells] == [(512, None, 1)]
     assert 4 * (320 + 512) < scores.tokens < 4 * (320 + 512) + 5 * 64
     assert ContextScores.from_json(json.loads(json.dumps(scores.as_json()))) == scores
     table = [line.split() for line in str(scores).splitlines() if line]

@@ -145,13 +145,20 @@ def test_the_context_is_evaluated_during_training(
         )
     plain = [flag for flag in flags if flag not in flags[:7]]
     texts = ["--text", str(text_file), "--output"]
-    with pytest.raises(ValueError, match="There is no squad"):
-        finetune.main([*flags, *texts, str(tmp_path / "text"), "--eval-context-tasks", "qa_1"])
-    finetune.main([*plain, *texts, str(tmp_path / "plain")])
-    finetune.main([*flags, *texts, str(tmp_path / "text")])
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"text": text_file.read_text()[:60]}) + "\n")
     given = ["--use_cpu", "--bf16", "false", "--report_to", "none", "--output_dir"]
+    for recipe, words in ((finetune, texts), (sft, ["--data", str(rows), *given])):
+        refused = [*flags, *words, str(tmp_path / "no"), "--eval-context-tasks", "qa_1,passkey"]
+        with pytest.raises(ValueError, match=r"(?s)There is no squad.*-tasks passkey"):
+            recipe.main(refused)
+        assert not (tmp_path / "no").exists()
+    held = tmp_path / "held.txt"
+    held.write_text(text_file.read_text()[::-1])
+    evaluates = ["--eval-data", str(held), "--max-eval-samples", "2"]
+    finetune.main([*plain, *texts, str(tmp_path / "plain"), *evaluates])
+    assert read_metrics(tmp_path / "plain")[-1]["eval_tokens"] == 2 * 63
+    finetune.main([*flags, *texts, str(tmp_path / "text")])
     sft.main([*flags, "--data", str(rows), *given, str(tmp_path / "sft")])
     assert [line["loss"] for line in read_metrics(tmp_path / "plain")] == [
         line["loss"] for line in read_metrics(tmp_path / "text")

@@ -84,7 +84,7 @@ def test_refusals_name_value_rule_and_fix(flags: list[str], message: str) -> Non
     [
         ("steps: 3\n", "unknown setting steps. Here it is called max_steps"),
         (
-            "max_loss_spike: 5\n",
+            "ulysses_waves: null\nmax_loss_spike: 5\n",  # the first asked for nothing
             "unknown setting max_loss_spike. A loss that jumps .*max_grad_norm",
         ),
         ("max_steps: many\n", "'many' should be of type int"),
