@@ -221,20 +221,19 @@ class Commands:
 
 def extend(run: Commands, name: str, recipe: Run, arguments: argparse.Namespace) -> None:
     """Patch, train and evaluate."""
-    longest = recipe.stages.rpartition(",")[2].partition(":")[0]
     lengths = arguments.lengths or recipe.lengths()
     ended = run(
         f"{name}.patch",
         *("patch", arguments.model, "--context", recipe.context, *recipe.options),
-        *("--seq-len", longest, "--stages", recipe.stages, "--gpus", str(arguments.gpus)),
+        *("--stages", recipe.stages, "--gpus", str(arguments.gpus)),
         *("--data", "long.jsonl", "--data", "short.jsonl", "--mixture", arguments.mixture),
         *(word for file in arguments.short for word in ("--data", str(file.absolute()))),
         *("--out", name, *run.where),
     )
     rate = f"--learning-rate={recipe.learning_rate}"
     ended = ended and run(f"{name}.train", "train", name, rate, "--warmup-steps=10")
-    tasks = (f"--tasks={arguments.tasks}", f"--lengths={lengths}", f"--depths={arguments.depths}")
-    tasks += ("--text=held.jsonl", *run.where)
+    tasks = [f"--tasks={arguments.tasks}", f"--lengths={lengths}", f"--depths={arguments.depths}"]
+    tasks += ["--text=held.jsonl", *run.where]
     samples = f"--samples={arguments.samples}"
     if not (ended and run(f"{name}.eval", "eval", name, *tasks, samples, "--out", f"{name}_eval")):
         return
