@@ -1,4 +1,5 @@
-"""`longctx kernels`: which attention kernels this machine has, what the others lack, and rates."""
+"""`longctx kernels`: which attention kernels this machine has, what the others lack, and the rates
+that were measured here."""
 
 import json
 from collections.abc import Mapping
@@ -25,12 +26,6 @@ class Rates(NamedTuple):
 Figures = Mapping[str, Mapping[str, Rates]]
 """Kernel -> case -> rates."""
 
-DOCUMENTED_ON = "one NVIDIA H200, 32,768 tokens, torch 2.11 (docs/reference/kernels.md)"
-DOCUMENTED: Figures = {
-    "flash_attn_4": {"causal": Rates(646, 582), "full": Rates(659, 612)},
-    "cudnn": {"causal": Rates(589, 528), "full": Rates(613, 530)},
-    "torch_flash": {"causal": Rates(337, 320), "full": Rates(350, 318)},
-}
 _AREA = {"causal": 0.5, "full": 1.0}  # share of a block's pairs that is computed
 
 
@@ -48,9 +43,8 @@ Row = dict[str, Any]
 def kernels_command(as_json: bool, measure: bool | None) -> None:
     """List the attention kernels, what each supports, what is missing here, and how fast they are.
 
-    Rates are of blocks of 8,192 tokens in bfloat16 with 32 / 8 heads of 128, on this machine's GPU;
-    without one they are figures of another machine, named as such. docs/reference/kernels.md says
-    more.
+    Rates are of blocks of 8,192 tokens in bfloat16 with 32 / 8 heads of 128, on this machine's GPU.
+    docs/reference/kernels.md has those of an H200.
     """
     import torch
 
@@ -72,7 +66,6 @@ def report(measure: bool | None) -> dict[str, Any]:
     measured = {} if not has_gpu or measure is False else _measured(request, anew=bool(measure))
     return {
         "machine": torch.cuda.get_device_name() if has_gpu else None,
-        "figures": "measured here" if measured else DOCUMENTED_ON,
         "auto": _auto("cuda" if has_gpu else "cpu", measured),
         "kernels": rows(request, measured),
     }
@@ -87,11 +80,11 @@ def typical_request(device_type: str) -> "KernelRequest":
 
 
 def rows(request: "KernelRequest", measured: Mapping[str, "Measured"]) -> list[Row]:
-    """All kernels, with the rates of `measured` or, where that is empty, the documented ones."""
+    """All kernels, with the rates of those that were measured."""
     from longctx_patch.kernels.select.registry import RECORDS
 
-    figures = _figures(request, measured) if measured else DOCUMENTED
-    fastest = min(_time(rates) for rates in figures.values()) if figures else None
+    figures = _figures(request, measured)
+    fastest = min(map(_time, figures.values()), default=None)
     return [_row(record, figures, fastest, measured) for record in RECORDS]
 
 
@@ -100,12 +93,13 @@ def render(report: Mapping[str, Any]) -> str:
     machine = report["machine"] or "No NVIDIA GPU here"
     lines = [f"{machine}.", ""]
     lines += aligned([_TAKES, *(_what_it_takes(row) for row in report["kernels"])])
-    lines += ["", f"TFLOP/s, forward / backward: {report['figures']}", ""]
+    lines += ["", "TFLOP/s, forward / backward, where they were measured here:", ""]
     lines += aligned([_SPEED, *(_how_fast(row) for row in report["kernels"])])
     missing = [row for row in report["kernels"] if row["missing"]]
     lines += ["", "Missing here:"] if missing else []
     lines += [f"  {row['name']}: {row['missing']}" for row in missing]
-    return "\n".join([*lines, "", _conclusion(report["auto"], report["kernels"])])
+    lines += ["", f"kernel='auto' takes {report['auto']} here for causal masks in bfloat16."]
+    return "\n".join(lines)
 
 
 def _measured(request: "KernelRequest", *, anew: bool) -> Mapping[str, "Measured"]:
@@ -218,13 +212,3 @@ def _how_fast(row: Row) -> tuple[str, ...]:
         for case in _AREA
     )
     return row["name"], row["version"] or "-", *cells, "-" if share is None else f"{share:.0%}"
-
-
-def _conclusion(auto: str, kernels: list[Row]) -> str:
-    """A sentence on what `auto` takes, and on what it would gain with the fastest kernel."""
-    taken = f"kernel='auto' takes {auto} here for causal masks in bfloat16"
-    mine = next(row["share_of_best"] for row in kernels if row["name"] == auto)
-    best = max(kernels, key=lambda row: row["share_of_best"] or 0.0)
-    if mine is None or best["missing"] is None:
-        return f"{taken}."
-    return f"{taken}, {mine:.0%} as fast as {best['name']}, which is missing."

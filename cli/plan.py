@@ -4,14 +4,12 @@ import dataclasses
 import json
 import shlex
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
-from longctx_patch.cli.arguments import Choice, Tokens
+from longctx_patch.cli.arguments import Choice, Tokens, gone_option
 from longctx_patch.cli.step_rows import rows_of_step
-from longctx_patch.cli.timeline import check_picture
 from longctx_patch.config import HardwareName
 
 if TYPE_CHECKING:
@@ -40,7 +38,6 @@ class PlanOptions:
     host_gib: float | None
     max_seq_len: bool
     as_json: bool
-    png: Path | None
 
     def check(self) -> None:
         """Raise ValueError for options that exclude each other."""
@@ -60,13 +57,6 @@ class PlanOptions:
                 f"--tokens-per-step {self.tokens_per_step} without --seq-len, the tokens of a row. "
                 "Add it, or use --rows-per-step."
             )
-        if self.png is not None:
-            if self.seq_len is None or self.max_seq_len:
-                raise click.UsageError(
-                    f"--png {self.png}: the picture shows one row length. Add --seq-len, without "
-                    "--max-seq-len."
-                )
-            check_picture("--png", self.png, (".png",))
 
     def job(self, model: str, config: Any) -> "Job":
         """What is to be trained. Raises ValueError for GPUs and models that are not known."""
@@ -118,7 +108,7 @@ class PlanOptions:
 @click.option("--host-gib", type=float, help="Memory of a machine's host [not checked].")
 @click.option("--max-seq-len", is_flag=True, help="Print the longest row that fits, only.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
-@click.option("--png", type=click.Path(path_type=Path), help="Draw memory by component.")
+@gone_option("--png", "the table lists the components, and --json has them of every candidate")
 def plan_command(model: str, **options: Any) -> None:
     """Predict memory and speed of training MODEL (a hub name, a folder or a config.json).
 
@@ -210,10 +200,6 @@ def _say_candidates(
 ) -> None:
     from longctx_patch.cli import plan_report
 
-    if asked.png is not None:
-        from longctx_patch.cli.plan_chart import draw
-
-        draw(results, asked.png)
     if asked.as_json:
         click.echo(json.dumps(plan_report.as_json(results, most), indent=1))
     else:

@@ -23,7 +23,7 @@ MEANINGS = {
     "forwards": "rows that each group of GPUs trains in a step, one after the other",
     "MFU": "share of the GPU's peak, without recompute",
 }
-"""What the columns of the table and the bars of the picture are."""
+"""What the columns of the table are."""
 COMPONENTS = {
     "checkpoints": "what layers keep for backward",
     "layer": "the layer that is being computed",
@@ -84,7 +84,7 @@ def render(results: Sequence[Result], max_seq_len: int, reach: int | None = None
     refused = [result for result in results if not result.fits]
     if refused:
         lines += ["", f"{len(refused)} do not fit; the nearest:"]
-        lines += [f"  {name_of(result)}: {result.reason}" for result in refused[:3]]
+        lines += [f"  {_name(result)}: {result.reason}" for result in refused[:3]]
     if not fitting:
         lines += ["", "What would fit:", *(f"  {way}" for way in ways_out(job) or [SHORTER])]
     unchecked = "" if job.cluster.host_bytes else ", if host memory were unlimited (see --host-gib)"
@@ -177,8 +177,8 @@ def _checkpoint(result: Result) -> str:
     return text if kept == 1 else f"{text}, attention of {kept:.0%} kept"
 
 
-def name_of(result: Result) -> str:
-    """A candidate in a few words, for the picture and for those that don't fit."""
+def _name(result: Result) -> str:
+    """A candidate in a few words, for those that don't fit."""
     candidate = result.candidate
     name = f"sp {candidate.sequence_degree}, checkpoint {_checkpoint(result)}"
     name += f", {candidate.mlp_tiles} tile{'s' if candidate.mlp_tiles > 1 else ''}"

@@ -81,22 +81,6 @@ def _computed(span: "Span", prediction: "Prediction") -> tuple[str, str]:
     return OWN if keys == f"KV{own}" else OTHER_KEYS
 
 
-def check_picture(option: str, path: Path, endings: tuple[str, ...] = ENDINGS) -> None:
-    """Raise ValueError for a picture that could not be written to the path that `option` names."""
-    if path.suffix.lower() not in endings:
-        stem = "schedule" if path.stem in ("", *endings) else path.stem
-        raise ValueError(
-            f"{option} {str(path)!r}: the ending chooses the format, one of {', '.join(endings)}. "
-            f"Use {option} {str(path.parent / f'{stem}{endings[0]}')!r}."
-        )
-    if not path.parent.is_dir():
-        raise ValueError(
-            f"{option} {str(path)!r}: there is no folder {str(path.parent)!r}, and none is made. "
-            "Make it first, or give another folder."
-        )
-    require_matplotlib(f"{option} {str(path)!r}")
-
-
 def require_matplotlib(asked: str) -> None:
     """Raise ValueError where it is not installed; `asked` is what wants a picture."""
     if find_spec("matplotlib") is None:
@@ -108,7 +92,18 @@ def require_matplotlib(asked: str) -> None:
 
 def check_drawable(path: Path, num_ranks: int) -> None:
     """Raise ValueError for a picture that `draw` could not make."""
-    check_picture("--out", path)
+    if path.suffix.lower() not in ENDINGS:
+        stem = "schedule" if path.stem in ("", *ENDINGS) else path.stem
+        raise ValueError(
+            f"--out {str(path)!r}: the ending chooses the format, one of {', '.join(ENDINGS)}. "
+            f"Use --out {str(path.parent / f'{stem}{ENDINGS[0]}')!r}."
+        )
+    if not path.parent.is_dir():
+        raise ValueError(
+            f"--out {str(path)!r}: there is no folder {str(path.parent)!r}, and none is made. "
+            "Make it first, or give another folder."
+        )
+    require_matplotlib(f"--out {str(path)!r}")
     if num_ranks > MAX_RANKS:
         raise ValueError(
             f"--out with --ranks {num_ranks}: a picture has a row for each rank, and more than "

@@ -86,7 +86,7 @@ def _fits(wanted: Requirement, versions: Mapping[str, str]) -> bool:
 
 
 def check_kernels(auto: str, kernels: Sequence[Mapping[str, Any]]) -> Check:
-    """Which attention kernel runs, and whether a faster one is missing.
+    """Which attention kernel runs, and which others could.
 
     Args:
         auto: the kernel that `kernel="auto"` takes.
@@ -94,15 +94,7 @@ def check_kernels(auto: str, kernels: Sequence[Mapping[str, Any]]) -> Check:
     """
     works = [row["name"] for row in kernels if row["missing"] is None]
     text = f"auto takes {auto}; these work: {', '.join(works)}"
-    mine = next(row["share_of_best"] for row in kernels if row["name"] == auto)
-    rated = [row for row in kernels if row["share_of_best"] is not None]
-    best = max(rated, key=lambda row: float(row["share_of_best"]), default=None)
-    on_gpu = any(row["device"] == "cuda" for row in kernels if row["name"] in works)
-    if not on_gpu or best is None or best["missing"] is None:
-        return Check("attention", "ok", text)
-    slow = "" if mine is None else f", {mine:.0%} as fast as {best['name']}"
-    text = f"auto takes {auto}{slow}; {best['name']} {best['missing']}"
-    return Check("attention", "warning", text, best["install"] or "longctx kernels")
+    return Check("attention", "ok", text)
 
 
 def check_fused_layers(num_gpus: int) -> Check:

@@ -1,8 +1,7 @@
-"""`longctx kernels` lists kernels, where their figures are from, and what is missing."""
+"""`longctx kernels` lists kernels, what was measured of them, and what is missing."""
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,6 @@ from longctx_patch.cli import kernels as command
 from longctx_patch.kernels import available
 from longctx_patch.kernels.select.probe import Measured, allowed_pairs
 from tests.cli.conftest import Run
-
-DOCS = Path(__file__).parents[2] / "docs" / "reference" / "kernels.md"
 
 
 @pytest.fixture
@@ -52,22 +49,19 @@ def listed(run: Run, *options: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_without_a_gpu_figures_are_those_of_another_machine(run: Run) -> None:
+def test_without_a_gpu_it_says_what_is_missing(run: Run) -> None:
     report, kernels = listed(run)
     assert list(kernels) == list(available())
     assert report["machine"] is None
-    assert "H200" in report["figures"]
     assert report["auto"] == "torch_cpu"
-    four = kernels["flash_attn_4"]
-    assert four["tflops"]["causal"] == {"forward": 646, "backward": 582}
-    assert four["share_of_best"] == 1
-    assert 0.85 < kernels["cudnn"]["share_of_best"] < 0.95
-    assert "torch sees none; needs the package flash-attn-4: pip install" in four["missing"]
+    assert {each["tflops"] for each in kernels.values()} == {None}
+    needed = "torch sees none; needs the package flash-attn-4: pip install"
+    assert needed in kernels["flash_attn_4"]["missing"]
     assert kernels["flex"]["missing"] == "needs an NVIDIA GPU, and torch sees none"
     assert kernels["torch_cpu"]["missing"] is None
     text = run("kernels").output
     assert text.startswith("No NVIDIA GPU here.")
-    assert "646 / 582" in text
+    assert "kernel='auto' takes torch_cpu here for causal masks in bfloat16." in text
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -85,7 +79,7 @@ def test_what_a_kernel_takes_is_what_it_accepts(run: Run) -> None:
 
 def test_rates_are_measured_where_a_gpu_is(run: Run, gpu: list[bool]) -> None:
     report, kernels = listed(run)
-    assert (report["machine"], report["figures"]) == ("NVIDIA Testing", "measured here")
+    assert report["machine"] == "NVIDIA Testing"
     products = 2 * 32 * 128 * allowed_pairs("causal", 8192)
     assert kernels["cudnn"]["tflops"]["causal"] == {
         "forward": pytest.approx(2 * products / 1e-3 / 1e12),
@@ -96,7 +90,7 @@ def test_rates_are_measured_where_a_gpu_is(run: Run, gpu: list[bool]) -> None:
     assert kernels["flash_attn_4"]["tflops"] is None
     listed(run, "--measure")
     assert gpu == [False, True]
-    assert "H200" in listed(run, "--no-measure")[0]["figures"]
+    assert listed(run, "--no-measure")[1]["cudnn"]["tflops"] is None
     assert gpu == [False, True]
 
 
@@ -110,23 +104,8 @@ def test_a_kernel_with_a_problem_is_missing(run: Run, monkeypatch: pytest.Monkey
     assert "flash_attn_4: gives wrong numbers" in run("kernels").output
 
 
-@pytest.mark.usefixtures("gpu")
-def test_it_says_what_a_missing_kernel_costs(run: Run) -> None:
-    text = run("kernels", "--no-measure").output
-    assert "kernel='auto' takes cudnn here for causal masks in bfloat16, 89% as fast as" in text
-    assert 'flash_attn_4: needs the package flash-attn-4: pip install "flash-attn-4[cu13]' in text
-
-
 @pytest.mark.usefixtures("no_gpu")
 def test_measuring_without_a_gpu_is_wrong_usage(run: Run) -> None:
     result = run("kernels", "--measure")
     assert result.exit_code == 2
     assert "--measure without a GPU: torch sees none here. Leave --measure out" in result.output
-
-
-def test_the_documented_figures_are_in_the_docs() -> None:
-    text = DOCS.read_text()
-    assert set(command.DOCUMENTED) <= set(available())
-    for name, cases in command.DOCUMENTED.items():
-        cells = " | ".join(f"{r.forward:.0f} / {r.backward:.0f}" for r in cases.values())
-        assert f"| `{name}` | {cells} |" in text, name
