@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from longctx_patch.cli.arguments import Choice, Tokens
+from longctx_patch.cli.arguments import Choice, Tokens, gone_option
 from longctx_patch.cli.text_table import size_text, time_text
 from longctx_patch.cli.timeline import check_drawable, describe, draw
 from longctx_patch.config import HardwareName, LongContextConfig
@@ -26,13 +26,16 @@ ULYSSES = "ulysses"
 
 DIRECTIONS = ("forward", "backward")
 HEADS = {"heads": 32, "kv_heads": 8, "head_dim": 128}
-"""The heads of Llama-3.1-8B, taken where neither a model nor its heads are named."""
+"""The heads of Llama-3.1-8B, taken where no model is named."""
 
 
 def _positive(context: click.Context, option: click.Parameter, value: int | None) -> int | None:
     if value is not None and value < 1:
         raise click.BadParameter(f"{value}: a whole number, 1 or more. Use {option.opts[0]} 1.")
     return value
+
+
+_OF_MODEL = "heads are those of MODEL, such as a config.json of your own"
 
 
 def _number(name: str, help: str, **options: Any) -> Any:
@@ -49,11 +52,7 @@ class ScheduleOptions:
     direction: str | None
     ulysses: int | None
     ranks_per_node: int | None
-    heads: int | None
-    kv_heads: int | None
-    head_dim: int | None
     seq_len: int
-    batch: int
     document_tokens: int | None
     window: int | None
     hardware: HardwareName
@@ -82,19 +81,11 @@ class ScheduleOptions:
             check_drawable(self.out, self.ranks)
 
     def workload(self, model: str | None) -> "Workload":
-        """The sizes of one attention layer, of MODEL or as given. Raises ValueError."""
+        """The sizes of one attention layer, of MODEL or of Llama-3.1-8B. Raises ValueError."""
         from longctx_patch.planner.attention_cost import Workload
         from longctx_patch.sequence.documents import Documents
 
-        sizes = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
-        given = {name: size for name, size in sizes.items() if size is not None}
-        if model is not None and given:
-            name, size = next(iter(given.items()))
-            raise ValueError(
-                f"MODEL {model} with --{name.replace('_', '-')} {size}: the heads are the model's. "
-                "Leave one of them out."
-            )
-        heads = HEADS | given if model is None else _heads_of(model)
+        heads = HEADS if model is None else _heads_of(model)
         mean = min(self.document_tokens or self.seq_len, self.seq_len)
         return Workload(
             num_tokens=self.seq_len,
@@ -103,7 +94,6 @@ class ScheduleOptions:
             head_dim=heads["head_dim"],
             latent_dim=heads.get("latent_dim"),
             expansion=heads.get("expansion"),
-            batch=self.batch,
             lengths=Documents.typical(self.seq_len, mean).lengths if self.document_tokens else (),
             window=self.window,
         )
@@ -117,11 +107,11 @@ class ScheduleOptions:
 @click.option("--direction", type=Choice(DIRECTIONS), help="[forward; --compare: both]")
 @_number("--ulysses", "Ulysses degree; the plan runs over the other ranks [1].")
 @_number("--ranks-per-node", "Ranks on one machine [as many as the hardware has GPUs].")
-@_number("--heads", "Query heads, without MODEL [32].")
-@_number("--kv-heads", "Key-value heads, without MODEL [8].")
-@_number("--head-dim", "Size of a head, without MODEL [128].")
+@gone_option("--heads", _OF_MODEL)
+@gone_option("--kv-heads", _OF_MODEL)
+@gone_option("--head-dim", _OF_MODEL)
 @click.option("--seq-len", type=Tokens(1), default=131072, help="Tokens of a sequence [128K].")
-@_number("--batch", "Sequences.", default=1, show_default=True)
+@gone_option("--batch", "one sequence is predicted; times and bytes of more grow with their number")
 @click.option("--document-tokens", type=Tokens(1), help="Rows hold documents of about so many.")
 @click.option("--window", type=Tokens(1), help="Keys that a token sees at most, with itself.")
 @click.option(
@@ -136,7 +126,7 @@ class ScheduleOptions:
 def schedule_command(model: str | None, **options: Any) -> None:
     """Predict the time, waiting and traffic of one attention layer's schedule, without any GPU.
 
-    The layer has the heads of MODEL (a hub name, a folder or a config.json), or those given. With
+    The layer has the heads of MODEL (a hub name, a folder or a config.json) or of Llama-3.1-8B. With
     --out, draw who computes and receives what at which time (.png, .svg or .pdf). bfloat16 tensors
     and a causal mask are assumed, within documents and a window if any; lengths of documents are
     log-normal. docs/explanation/plans.md shows every plan.
@@ -183,7 +173,7 @@ def _recurrences(model: str | None, workload: "Workload") -> "dict[RecurrentWork
     from longctx_patch.planner.recurrent_cost import RecurrentWork
 
     config = load_model_config(model)
-    layers = recurrent_layers(config, batch=workload.batch)
+    layers = recurrent_layers(config)
     if layers is None or layers.recurrence is None:
         return {}
     work = RecurrentWork(layers.recurrence, workload.documents())

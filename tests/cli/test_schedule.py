@@ -113,13 +113,10 @@ def test_what_waits_in_practice_is_at_least_what_is_unevenly_split(run: Run) -> 
 def test_heads_are_those_of_the_model(run: Run, config: Callable[..., Path]) -> None:
     path = config(num_attention_heads=16, num_key_value_heads=4, head_dim=64)
     words = ["--plan", "zigzag", "--ranks", 4]
-    sizes = ["--heads", 16, "--kv-heads", 4, "--head-dim", 64]
-    one = ask(run, path, *words)
-    assert one == ask(run, *words, *sizes)
-    twice = ask(run, path, *words, "--batch", 2)["bytes_sent_per_rank"]
-    assert twice == [2 * sent for sent in one["bytes_sent_per_rank"]]
-    message = refuse(run, path, *words, "--kv-heads", 4)
-    assert f"MODEL {path} with --kv-heads 4" in message
+    assert "131,072 tokens, 16 / 4 heads of 64" in run("schedule", path, *words).stdout
+    assert "--kv-heads is gone: heads are those of MODEL" in refuse(
+        run, path, *words, "--kv-heads", 4
+    )
     assert "no such file or folder" in refuse(run, "./nowhere", *words)
 
 
