@@ -126,9 +126,9 @@ class ScheduleOptions:
 def schedule_command(model: str | None, **options: Any) -> None:
     """Predict the time, waiting and traffic of one attention layer's schedule, without any GPU.
 
-    The layer has the heads of MODEL (a hub name, a folder or a config.json) or of Llama-3.1-8B. With
-    --out, draw who computes and receives what at which time (.png, .svg or .pdf). bfloat16 tensors
-    and a causal mask are assumed, within documents and a window if any; lengths of documents are
+    The layer has the heads of MODEL (a hub name, a folder or a config.json), else Llama-3.1-8B's.
+    With --out, draw who computes and receives what at which time (.png, .svg or .pdf). bfloat16 and
+    a causal mask are assumed, within documents and a window if any; lengths of documents are
     log-normal. docs/explanation/plans.md shows every plan.
     """
     asked = ScheduleOptions(**options)

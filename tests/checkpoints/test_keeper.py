@@ -112,8 +112,7 @@ def test_what_could_not_be_written_ends_the_training(
 
     keeper = make_keeper(no_space)
     place = keeper.save(state)
-    assert keeper._beside is not None
-    thread = keeper._beside._background._thread
+    thread = keeper._background._thread
     assert thread is not None
     thread.join(60)
     with pytest.raises(OSError, match="No space left"):
@@ -244,12 +243,11 @@ def test_training_waits_for_what_takes_longer_than_it_may(
         keeper.save(state)
         keeper.look()
         assert waits.times == 1  # in saving
-        assert keeper._beside is not None
-        keeper._beside._timeout_s = 0.0
+        keeper._timeout_s = 0.0
         threading.Timer(0.2, may_write.set).start()
         keeper.look()
         assert waits.times == 2
-        assert not keeper._beside._background.seconds()
+        assert not keeper._background.seconds()
 
 
 def of_two_ranks(rank: int, folder: str) -> float:
@@ -262,8 +260,7 @@ def of_two_ranks(rank: int, folder: str) -> float:
         given |= {"device": torch.device("cpu"), "in_background": True, "timeout_s": timeout_s}
         with Keeper(**given) as keeper:
             place = keeper.save(state)
-            assert keeper._beside is not None
-            group = keeper._beside._group
+            group = keeper._group
             assert group is not None
             limits.append(group._get_backend(torch.device("cpu")).options._timeout)
         assert (place / MANIFEST).exists()
