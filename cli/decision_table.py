@@ -6,23 +6,18 @@ from typing import Any
 from longctx_patch.cli.decisions import Decisions
 from longctx_patch.cli.prediction import why_unpredicted
 from longctx_patch.cli.text_table import size_text
-from longctx_patch.config import LongContextConfig
 from longctx_patch.families.facts import ModelFacts, Reach
 from longctx_patch.families.family import RECURRENT, SINKS
-from longctx_patch.families.recurrent_layers import kernel_packages, recurrent_layers
+from longctx_patch.families.recurrent_layers import kernel_packages
 from longctx_patch.families.rope import chosen_theta
 from longctx_patch.families.rope_facts import describe_change, reach_problem, reachable_length
 from longctx_patch.families.supported import FAMILIES
 from longctx_patch.hf.call.kernel_faults import TRUSTS_MENDED
 from longctx_patch.memory.policies import POLICIES
-from longctx_patch.planner.machines import MACHINES
-from longctx_patch.planner.recurrent_cost import both_ways, decide_recurrence, recompute_of
 from longctx_patch.planner.search import Result, usable_bytes
-from longctx_patch.plans.recurrent import states_because
 from longctx_patch.recipes import models
 from longctx_patch.recipes.mixture import read_mixture
 from longctx_patch.recipes.settings import Settings
-from longctx_patch.sequence.documents import Documents
 
 TO_INSTALL = {
     "flash-linear-attention": f"'flash-linear-attention>={TRUSTS_MENDED}' tilelang",
@@ -63,7 +58,6 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
         ("rope", settings.rope, _rope_reason(decisions)),
         ("attention", describe_layers(decisions.model_config), _rows(decisions)),
         ("degrees", f"ulysses {settings.ulysses} x ring {settings.ring}", decisions.sharing.why),
-        *_recurrent_rows(decisions.model_config, settings.sequence_parallelism(), settings.seq_len),
         *([] if decisions.options.cpu else _kernel_rows(decisions.model_config)),
         *_rows_per_step(decisions),
         *_stages(decisions.settings),
@@ -247,31 +241,6 @@ def _reach(reach: Reach) -> str:
     if reach.chunk:
         return f"of chunks of {reach.chunk}"
     return f"of window {reach.window}" if reach.window else "causal"
-
-
-def _recurrent_rows(
-    model_config: Any, config: LongContextConfig, num_tokens: int
-) -> list[tuple[str, str, str]]:
-    """(what, value, why) for a row of one document; empty where nothing is to be decided."""
-    layers = recurrent_layers(model_config)
-    if layers is None or layers.recurrence is None or config.sequence_degree == 1:
-        return []
-    shape, row = layers.recurrence, Documents.one(num_tokens)
-    value = {
-        "states": f"states, along {config.sequence_degree} ranks",
-        "heads": f"heads, among {config.ulysses_degree} ranks",
-    }[decide_recurrence(config, shape, row)]
-    why = states_because(shape.num_heads, shape.num_groups, config.ulysses_degree)
-    if why is None:
-        states, heads = (
-            1e3 * way.seconds(recompute_of(config)) for way in both_ways(config, shape, row)
-        )
-        source = MACHINES[config.hardware].recurrent.source(shape.kind)
-        why = (
-            f"a layer predicted, from rates {source}: states {states:.3g} ms, heads {heads:.3g}; "
-            "for packed rows decided row by row"
-        )
-    return [("recurrent", f"exchange {value}", why)]
 
 
 def _kernel_rows(model_config: Any) -> list[tuple[str, str, str]]:

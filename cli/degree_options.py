@@ -1,13 +1,13 @@
 """Degrees of `longctx patch`: those that options name are checked, others are chosen."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from longctx_patch.families.facts import ModelFacts
 from longctx_patch.families.recurrent_layers import RecurrentLayers
 from longctx_patch.planner.attention_cost import Workload
-from longctx_patch.planner.degrees import TIE, Cost, Way, costs_of_ways, most_ulysses, preferred
+from longctx_patch.planner.degrees import Way, costs_of_ways, most_ulysses, preferred
 from longctx_patch.planner.job import MOST_GPUS, gpus_together
 from longctx_patch.planner.machines import Hardware
 from longctx_patch.planner.recurrent_cost import RecurrentWork
@@ -109,7 +109,7 @@ class DegreeChooser:
         recurrent = self._recurrences()
         config = settings.sequence_parallelism()
         costs = costs_of_ways(layers, machine, degree, config, recurrent)
-        return preferred(costs), self._reason(costs, layers.total() + recurrent.total())
+        return preferred(costs), self._reason()
 
     def _recurrences(self) -> Counter[RecurrentWork]:
         """How many recurrences there are of each kind, over all rows of the sample."""
@@ -122,7 +122,7 @@ class DegreeChooser:
             found[RecurrentWork(layers.recurrence, documents)] += layers.num_layers
         return found
 
-    def _reason(self, costs: Mapping[Way, Cost], num_layers: int) -> str:
+    def _reason(self) -> str:
         assert self.hardware is not None
         settings, rows = self.settings, self.rows
         counts = " or ".join(str(len(lengths)) for lengths in rows)
@@ -133,7 +133,7 @@ class DegreeChooser:
         sources = {self.hardware.recurrent.source(work.shape.kind) for work in self._recurrences()}
         kinds += [f"recurrent layers at rates {source}" for source in sources]
         what = f"{' and '.join(kinds) or 'causal rows'} on {self.hardware.name.upper()}"
-        reason = f"for {what}, a layer predicted: {_times(costs, num_layers)}"
+        reason = f"predicted fastest for {what}"
         if settings.pack:
             reason += f"; this assumes documents of {TYPICAL_TOKENS:,} tokens"
         return reason
@@ -163,16 +163,3 @@ def _layers(
 def _pieces(lengths: tuple[int, ...], seq_len: int, chunk: int | None) -> tuple[int, ...]:
     """Lengths of what attends by itself: documents, or their chunks."""
     return lengths if chunk is None else Documents.of_row(lengths, seq_len).cut(chunk).lengths
-
-
-def _times(costs: Mapping[Way, Cost], num_layers: int) -> str:
-    """A layer's time with the way that is taken, and with the two fastest others."""
-    best = preferred(costs)
-    others = sorted(costs.keys() - {best}, key=lambda way: costs[way].seconds)
-    text = ", ".join(
-        f"{way.ulysses} x {way.ring}{f' {way.layout}' if way.layout else ''} "
-        f"{1e3 * costs[way].seconds / num_layers:.3g} ms"
-        for way in (best, *others[:2])
-    )
-    is_tie = others and costs[others[0]].seconds < costs[best].seconds
-    return f"{text} (as fast to {TIE:.1%}: more Ulysses wins)" if is_tie else text

@@ -11,7 +11,7 @@ from longctx_patch.cli.step_rows import forwards_of_step
 from longctx_patch.families.checks import check_model_config
 from longctx_patch.families.facts import ModelFacts
 from longctx_patch.families.recurrent_layers import recurrent_layers
-from longctx_patch.planner.advice import fastest, reason
+from longctx_patch.planner.advice import fastest
 from longctx_patch.planner.degrees import TIE, Way
 from longctx_patch.planner.job import Cluster
 from longctx_patch.planner.machines import MACHINES
@@ -184,10 +184,4 @@ def _why_fastest(best: Result, results: list[Result]) -> str:
     rows = f"{best.num_rows} row{'s' if best.num_rows > 1 else ''} per step"
     if len(results) == 1:
         return f"no other number of GPUs per row is possible with {rows}"
-    others = sorted((r for r in results if r is not best and r.fits), key=lambda r: r.time.total)
-    text = f"of {rows}, {degree} per row predicted {best.time.total:.3g} s"
-    if not others:
-        return f"{text}, and no other number of GPUs per row fits"
-    second = others[0]
-    text += f", {second.candidate.sequence_degree} per row {second.time.total:.3g} s"
-    return f"{text} ({reason(second, best)})" if second.time.total < best.time.total else text
+    return f"of {rows}, {degree} per row predicted fastest ({best.time.total:.3g} s)"

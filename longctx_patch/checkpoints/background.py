@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -115,7 +115,7 @@ class BesideTraining:
         with self._waiting():
             self._background.settle()
 
-    def __enter__(self) -> "BesideTraining":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

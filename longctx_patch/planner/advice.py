@@ -25,22 +25,6 @@ def fastest(results: Sequence[Result]) -> Result:
     return min(tied, key=lambda result: (result.host_bytes, result.candidate.sequence_degree))
 
 
-def reason(result: Result, chosen: Result) -> str:
-    """Why a way was chosen, or was not; the columns say what it takes."""
-    if result is chosen:
-        return "chosen"
-    if result.reason is not None:
-        return result.reason
-    slower = chosen.tokens_per_second_per_gpu / result.tokens_per_second_per_gpu - 1
-    if slower > TIE:
-        return f"{slower:.1%} slower"
-    if result.host_bytes > chosen.host_bytes:
-        return f"as fast to {TIE:.1%}, with more of the host"
-    if result.candidate.sequence_degree > chosen.candidate.sequence_degree:
-        return f"as fast to {TIE:.1%}, with messages of more GPUs per row"
-    return f"{slower:.1%} slower"  # than the chosen one, which is within TIE of the fastest
-
-
 def cluster_here(
     hardware: HardwareName, num_gpus: int, memory_bytes: float, host_bytes: float | None = None
 ) -> Cluster:

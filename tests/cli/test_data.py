@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from trl import SFTConfig, SFTTrainer
@@ -83,16 +82,6 @@ def test_a_chat_template_without_marks(job: Path) -> None:
     assert re.search(r"learned .*, the template marks none: .* found by rendering parts", found)
     change(job / "run" / "sft.yaml", chat_template="''")
     assert data_of_run(job / "run" / "sft.yaml").facts["train"][1][:2] == marked
-
-
-def test_cut_rows(job: Path) -> None:
-    patch(job, "--data", str(job / "texts.jsonl"), "--sft")
-    change(job / "run" / "sft.yaml", too_long="cut", seq_len=20, rope="none")
-    found = data(str(job / "run"))
-    lengths = np.array([len(text["text"].split()) + 1 for text in rows("text", 8, 4)])
-    num_cut = int((lengths - 20).clip(min=0).sum())
-    assert num_cut
-    assert re.search(rf"cut off +{num_cut} +tokens of {(lengths > 20).sum()} records", found.output)
 
 
 def test_what_vanishes_is_said_and_refused(job: Path) -> None:
@@ -189,23 +178,6 @@ def test_shares_of_a_mixture(job: Path, held_out: str) -> None:
     if held_out == "0.0":
         assert f"of the tokens, {300 * 6:,}; rows 1.00 times each of its 300" in said
         assert "of the tokens, 126; rows 1.00 times each of its 7\n" in said
-
-
-def test_shares_of_a_mixture_of_text(job: Path) -> None:
-    """Rows are full, so the shares of tokens are those of rows."""
-    for name, number in (("w1", 600), ("w2", 70)):
-        write(job / f"{name}.jsonl", [{"text": " ".join([name] * 4)}] * number)
-    sources = [f"--data={job}/{name}.jsonl" for name in ("w1", "w2")]
-    found = invoke(job, *sources, "--data-shares", "3")
-    assert "1 data_shares for 2 sources of data: give one for each" in found.output
-    patch(job, *sources, "--data-shares", "3", "--data-shares", "1")
-    rows = data_of_run(job / "run" / "finetune.yaml").rows
-    counts = [sum(token in row["input_ids"] for row in rows) for token in words_of("w1", "w2")]
-    said = data(str(job / "run"), "--no-color").output
-    shares = [float(each) for each in re.findall(r"([\d.]+)% +of the tokens, ", said)]
-    assert shares == [round(100 * count / len(rows), 1) for count in counts]
-    assert shares == pytest.approx([75, 25], abs=100 / len(rows))
-    assert f"left out {5 * 600 % 96 + 5 * 70 % 96} tokens, which" in " ".join(said.split())
 
 
 def test_a_mixture_of_long_and_short_documents(job: Path) -> None:

@@ -128,12 +128,6 @@ def test_a_bad_step_ends_a_run_and_only_good_states_are_saved(
     assert not (out / "final").exists()
 
 
-def test_a_guarded_run_has_the_bits_of_a_plain_one(job: list[str], tmp_path: Path) -> None:
-    for name, more in (("a", []), ("b", ["--skip-bad-steps", "3"])):
-        finetune.main([*job, *more, "--output", str(tmp_path / name)])
-    assert numbers(tmp_path / "a") == numbers(tmp_path / "b")
-
-
 def test_a_weight_that_is_nan_is_named_before_the_first_step(
     job: list[str], tmp_path: Path, config_file: Path
 ) -> None:

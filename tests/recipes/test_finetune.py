@@ -225,23 +225,6 @@ def test_resuming_something_else_is_refused(run: Run) -> None:
         run("other", "--resume")
 
 
-def test_a_constant_schedule_may_be_extended_and_rows_divided_anew(
-    run: Run, tmp_path: Path
-) -> None:
-    """With the same four rows per step, resumed runs have the losses of one run. A loss is the mean
-    over all tokens of a step, also where micro batches have unequal numbers of tokens."""
-    run.text = write_documents(tmp_path, 3, 50, 17, 64, 31, 8, 40, 2, 59)
-    flags = ("--scheduler", "constant", "--save-every", "2", "--one-document-per-row")
-    whole = numbers(run("whole", *flags, "--batch-size", "4", **{"max-steps": 8}))
-    assert len({line[4] for line in whole}) > 1  # steps with different numbers of tokens
-    for batch_size, accumulation, steps in ((4, 1, 2), (2, 2, 5), (1, 4, 8)):
-        divided = {"batch-size": batch_size, "gradient-accumulation-steps": accumulation}
-        more = ("--resume",) if steps > 2 else ()
-        out = run("out", *flags, *more, **divided, **{"max-steps": steps})
-    for ours, theirs in zip(numbers(out), whole, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("flags", "changes", "message"),
     [

@@ -1,4 +1,4 @@
-"""Jobs over two machines against one process: Slurm, `accelerate launch`, torchrun."""
+"""Jobs over two machines against one process: Slurm and `accelerate launch`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,20 +13,6 @@ from tests.recipes.conftest import write_documents
 from tests.recipes.nodes import Node, run_job, two_nodes
 
 STEPS = ("--max-steps", "3", "--learning-rate", "1e-2", "--one-document-per-row")
-
-TORCHRUN = """\
-export FIRST=${SLURM_JOB_NODELIST%,*}
-srun --kill-on-bad-exit=1 --cpus-per-task=1 bash -c '
-    exec torchrun --nnodes 2 --node_rank "$SLURM_NODEID" --nproc_per_node 1 \\
-        --master_addr "$FIRST" --master_port "$SLURM_JOB_ID" train.py "$@"' job "$@"
-"""
-
-SCRIPT = """\
-import os, socket
-from longctx_patch.recipes import finetune
-print(f"row {os.environ['RANK']} on {socket.gethostname()};", flush=True)
-finetune.main()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -68,22 +54,6 @@ def test_a_run_folder_under_slurm_trains_as_one_process(
         ["--settings", str(folder / "finetune.yaml"), *STEPS, "--ring", "1", "--output", one]
     )
     assert_same_run(folder / "training", tmp_path / "one")
-
-
-def test_torchrun_over_machines_trains_as_one_process(
-    config_file: Path, text: str, tmp_path: Path, nodes: list[Node]
-) -> None:
-    """Each machine takes rows of its own."""
-    (tmp_path / "job.sh").write_text(TORCHRUN)
-    (tmp_path / "train.py").write_text(SCRIPT)
-    flags = ["--model", str(config_file), "--text", text, "--full", "--seq-len", "64", *STEPS]
-    two = [*flags, "--output", "two"]
-    code, said = run_job(tmp_path, nodes, tmp_path / "job.sh", *two)
-    assert code == 0, said[-3000:]
-    finetune.main([*flags, "--batch-size", "2", "--output", str(tmp_path / "one")])
-    assert_same_run(tmp_path / "two", tmp_path / "one")
-    if nodes[0] != nodes[1]:
-        assert [said.count(f"row {n} on {node.name};") for n, node in enumerate(nodes)] == [1, 1]
 
 
 def test_a_job_of_another_number_of_machines_is_refused(

@@ -83,9 +83,7 @@ def test_ranks_agree_at_the_end_of_the_same_step() -> None:
     assert run_distributed(agree_twice, 2) == [[0, usr1, usr1]] * 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_run_saves_and_ends_after_the_step(
-    number: signal.Signals,
     config_file: Path,
     text_file: Path,
     tmp_path: Path,
@@ -98,16 +96,16 @@ def test_a_run_saves_and_ends_after_the_step(
 
     def signalled(accelerator: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
         if state.step in (1, 3):  # the last time, the run ends anyway
-            signal.raise_signal(number)
+            signal.raise_signal(signal.SIGTERM)
         return train_step(accelerator, state, *args, **kwargs)
 
     monkeypatch.setattr(finetune, "train_step", signalled)
     output = tmp_path / "out"
     with pytest.raises(SystemExit) as ended:
         finetune.main([*command, f"--output={output}", "--resume", "auto"])
-    assert ended.value.code == 128 + number
+    assert ended.value.code == 128 + signal.SIGTERM
     assert [each.step for each in steps_of(output).complete()] == [2]
-    assert f"stopped by {number.name} after step 2" in capsys.readouterr().out
+    assert "stopped by SIGTERM after step 2" in capsys.readouterr().out
     assert not (output / "final").exists()
     finetune.main([*command, f"--output={output}", "--resume", "auto"])
     assert numbers(output) == numbers(tmp_path / "whole")

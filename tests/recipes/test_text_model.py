@@ -41,7 +41,6 @@ def loads(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("recipe", "family", "saving"),
     [
-        ("finetune", "gemma3", ["--save-every", "2"]),
         ("finetune", "llama4", ["--save-every", "2"]),
         ("sft", "qwen3_vl", ["--save-strategy", "steps", "--save-steps", "2"]),
     ],
