@@ -135,21 +135,6 @@ def test_patch_refuses(
 
 
 @pytest.mark.parametrize(
-    ("record", "advice"),
-    [
-        ('{"content": "some text"}', "Give --text-field NAME, for example --text-field content."),
-        ('{"title": 3}', "there is: title. A record has `input_ids` and"),
-    ],
-)
-def test_patch_says_what_to_do_with_rows_that_hold_no_text(
-    run: Run, config: WriteConfig, tmp_path: Path, record: str, advice: str
-) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "rows.jsonl").write_text(record)
-    assert advice in refuse_patch(run, tmp_path, config(), "--data", tmp_path / "data")
-
-
-@pytest.mark.parametrize(
     ("other", "content", "message"),
     [
         ("z.jsonl", b'{"x": 1}\n', "z.jsonl, line 1: no text in field 'text', there is: x"),
@@ -242,14 +227,13 @@ def test_a_hub_that_is_out_of_reach_is_said_in_seconds(
     assert "tokenizer 'nobody/nothing-8B' is neither a file or folder" in message
 
 
-@pytest.mark.parametrize("how", ["--lora", "--full"])
 def test_patch_refuses_weights_in_8_bit_floating_point(
-    run: Run, config: WriteConfig, tmp_path: Path, how: str
+    run: Run, config: WriteConfig, tmp_path: Path
 ) -> None:
     model = config(quantization_config={"quant_method": "fp8"}).parent
     weights = {"model.norm.weight": torch.ones(64).to(torch.float8_e4m3fn)}
     save_file(weights, model / "model.safetensors")
-    message = refuse_patch(run, tmp_path, model, how)
+    message = refuse_patch(run, tmp_path, model)
     assert "'fp8' in its config.json), which can be served but not trained" in message
     assert "AutoModelForCausalLM.from_pretrained(" in message
 

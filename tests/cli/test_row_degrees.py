@@ -92,12 +92,3 @@ def test_what_is_asked_for_stays(
 ) -> None:
     found = chosen("--pack", *asked)
     assert (found["ulysses"], found["ring"]) == ASKED[asked]
-
-
-def test_text_that_cannot_be_read(chosen: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
-    """A record without text is refused, by file and line."""
-    folder = tmp_path / "text"
-    folder.mkdir()
-    (folder / "a.jsonl").write_text('{"text": "x"}\n{"content": "x"}\n')
-    with pytest.raises(AssertionError, match=r"a\.jsonl, line 2: no text in field 'text'"):
-        chosen("--pack", "--data", folder)

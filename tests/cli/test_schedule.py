@@ -157,13 +157,6 @@ def test_picture_is_a_png_of_readable_size(run: Run, tmp_path: Path, ranks: int)
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-@pytest.mark.parametrize(("ending", "head"), [("svg", b"<?xml"), ("pdf", b"%PDF")])
-def test_picture_in_other_formats(run: Run, tmp_path: Path, ending: str, head: bytes) -> None:
-    out = tmp_path / f"schedule.{ending}"
-    assert str(out) in run("schedule", "--plan", "allgather", "--ranks", 4, "--out", out).stderr
-    assert out.read_bytes().startswith(head)
-
-
 def predicted(plan: str, ranks: int, direction: Direction, ulysses: int | None) -> Prediction:
     workload, hardware = Workload(num_tokens=131072), read_hardware("h100", None)
     setting = make_setting(plan, ranks, ulysses, workload, hardware)

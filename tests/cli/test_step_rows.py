@@ -141,12 +141,6 @@ def test_refusals(run: Run, eight_layers: Path, case: str) -> None:
     assert says in " ".join(refused(run, eight_layers, *words).split())
 
 
-def test_experts_are_not_predicted(run: Run, config: WriteConfig) -> None:
-    model = config(model_type="mixtral", num_local_experts=4, max_position_embeddings=32768)
-    said = refused(run, model, "--gpus", "4xH200", "--rows-per-step", 8)
-    assert "what num_local_experts=4 takes is not predicted. Say how many" in said
-
-
 def test_rows_of_a_step_by_hand() -> None:
     assert rows_of_step(None, None, 1000) is None
     assert rows_of_step(7, None, 1000) == 7

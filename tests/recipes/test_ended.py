@@ -38,6 +38,8 @@ OTHERS = {
     "schedule": (["--scheduler", "cosine"], "scheduler is 'cosine', the run has 'constant'"),
     "decay": (["--weight-decay", "0.5"], "weight_decay is 0.5, the run has 0.0"),
     "rows": (["--seq-len", "48"], "rows is '"),
+    "rows of a step": (["--batch-size", "2"], "rows_per_step is 2, the run has 1"),
+    "stages": (["--stages", "32:1,64:1"], "stages is '32:1,64:1', the run has ''"),
     "longer, and another rate": (
         ["--max-steps", "4", "--learning-rate", "0.25"],
         "To train its model on, add --allow-change learning_rate.",

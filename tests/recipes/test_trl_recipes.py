@@ -139,23 +139,6 @@ def test_a_preference_job(job: Path) -> None:
         assert not [path for path in (folders[0] / "final").iterdir() if path.is_dir()]
 
 
-@pytest.mark.timeout(600)
-def test_a_step_of_rows_that_two_replicas_train(job: Path) -> None:
-    """Each process trains three rows of its own, and their step is that of one process with six.
-
-    Not TRL's accuracy: it averages the forwards of a step, which are three in place of six.
-    """
-    rows_of_step = ["--rows-per-step", "6", "--sequence-degree", "1"]
-    patch(job, "--data", str(job / "chats.jsonl"), *rows_of_step)
-    usual = ["--config", str(job / "run" / "sft.yaml"), "--max-steps", "3", "--optim", "sgd"]
-    usual += ["--learning-rate", "0.5"]
-    run_launched(sft.main, 2, [*usual, "--output-dir", str(job / "two")])
-    alone = ["--gradient-accumulation-steps", "6", "--output-dir", str(job / "one")]
-    run_launched(sft.main, 1, [*usual, *alone])
-    compared = re.compile(r"loss|grad_norm|learning_rate|num_tokens")
-    agree(job / "two", job / "one", compared=compared)
-
-
 def train_with_flaw(arguments: list[str], step: int) -> None:
     load = trl_run.load
 

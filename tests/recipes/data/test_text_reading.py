@@ -8,7 +8,6 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
-from datasets import Dataset, DatasetDict
 
 from longctx_patch.processes import run_processes
 from longctx_patch.recipes.data import readers, text_reading, windows
@@ -22,16 +21,6 @@ from longctx_patch.recipes.text_sources import stream_of
 
 def documents(*sources: Path | str) -> list[str]:
     return list(documents_of([str(source) for source in sources], "text"))
-
-
-def test_files_folders_and_globs_in_a_fixed_order(tmp_path: Path) -> None:
-    for name in ("b.txt", "a.txt", "deep/c.md", ".hidden", "empty.txt"):
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("" if name == "empty.txt" else name)
-    assert documents(tmp_path) == ["a.txt", "b.txt", "deep/c.md"]
-    assert documents(f"{tmp_path}/*.txt") == ["a.txt", "b.txt"]
-    assert documents(tmp_path / "b.txt", tmp_path / "a.txt") == ["b.txt", "a.txt"]
 
 
 def test_jsonl_and_its_field(tmp_path: Path) -> None:
@@ -51,27 +40,6 @@ def test_jsonl_and_its_field(tmp_path: Path) -> None:
             documents(file)
         with pytest.raises(BadRecord, match=message):
             stream_of([str(file)], TextReading(byte_tokenizer()))
-
-
-def test_datasets_saved_to_disk_and_as_files(tmp_path: Path) -> None:
-    dataset = Dataset.from_dict({"text": ["one", "two"]})
-    dataset.save_to_disk(tmp_path / "saved")
-    DatasetDict(train=dataset).save_to_disk(tmp_path / "splits")
-    (tmp_path / "files").mkdir()
-    dataset.to_parquet(tmp_path / "files" / "train.parquet")
-    arrow = next((tmp_path / "saved").glob("*.arrow"))
-    for name in ("saved", "splits", "files", "files/train.parquet", "files/*.parquet", arrow):
-        assert documents(tmp_path / name) == ["one", "two"]
-
-
-def test_nothing_found_and_no_text(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no data at .*none\.txt"):
-        documents(tmp_path / "none.txt")
-    with pytest.raises(ValueError, match="no data at"):
-        documents(tmp_path)
-    (tmp_path / "image.png").write_bytes(b"\x89PNG")
-    with pytest.raises(ValueError, match=r"image\.png is a picture, sound or film"):
-        documents(tmp_path)
 
 
 class CountingTokenizer:
