@@ -38,7 +38,7 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
         placed = "under a window ranks have about equal work and need few keys of others"
     facts = ModelFacts.of(decisions.model_config)
     degree, num_gpus = decisions.sequence_degree, decisions.options.num_gpus
-    sequences = f"{degree} of {num_gpus} per sequence; sequences at once: {num_gpus // degree}"
+    sequences = f"{degree} of {num_gpus} share a sequence; sequences at once: {num_gpus // degree}"
     return [
         ("model", settings.model, f"{decisions.num_parameters:,} parameters{random}"),
         *_images(settings.model),

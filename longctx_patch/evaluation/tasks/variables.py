@@ -29,7 +29,13 @@ class VariableGenerator(Generator):
         """A solved question with names of three letters, which goes before each question."""
         self.step = EXAMPLE_STEP
         size = self.bisect(EXAMPLE_LENGTH, self.most_units(EXAMPLE_LENGTH))
-        self.example = self.draw_fitting(size, 0, None, EXAMPLE_LENGTH)
+        try:
+            self.example = self.draw_fitting(size, 0, None, EXAMPLE_LENGTH)
+        except ValueError:
+            raise ValueError(
+                f"vt: its solved example, to which RULER leaves {EXAMPLE_LENGTH} tokens, has more "
+                "with this tokenizer. Leave this task out."
+            ) from None
         self.step = 10 if setup.length >= 4096 else 5
 
     def find_size(self) -> int:

@@ -18,6 +18,7 @@ from longctx_patch.evaluation.tasks import (
     read_questions,
 )
 from longctx_patch.evaluation.tasks.variables import VariableGenerator
+from longctx_patch.recipes.models import byte_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +77,10 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "short passkey": ({"length": 40}, "passkey: 40 tokens are too few, since .* have"),
     "short niah": ({"names": ["niah_single_1"], "length": 200}, "niah_single_1: 200 tokens are"),
     "short vt": ({"names": ["vt"], "length": 600}, r"vt: 600 tokens are too few\. .* have 9\d\d"),
+    "vt of bytes": (
+        {"names": ["vt"], "tokenizer": byte_tokenizer(), "length": 4096},
+        "vt: its solved example, to which RULER leaves 500 tokens, has more",
+    ),
     "short fwe": ({"names": ["fwe"], "length": 300}, "fwe: 300 tokens are too few. .* have 400"),
     "no essays": ({"names": ["niah_single_2"]}, "Give a text of your own, or essays: RULER"),
     "no SQuAD": ({"names": ["qa_1"]}, "There is no squad to ask questions of: give a file, dev-v2"),
