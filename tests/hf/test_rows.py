@@ -117,6 +117,8 @@ def check_refused(rank: int) -> None:
     for change, says in (
         ({"attention_mask": hole}, "a hole between columns"),
         ({"num_items_in_batch": float("inf")}, "num_items_in_batch=inf: it counts tokens"),
+        ({"num_items_in_batch": float("nan")}, "num_items_in_batch=nan"),
+        ({"num_items_in_batch": -1}, "num_items_in_batch=-1: it counts tokens"),
         ({"num_items_in_batch": 0.5}, "num_items_in_batch=0.5: it counts tokens"),
         ({"num_items_in_batch": 0}, "num_items_in_batch=0 with labels"),
         ({"num_items_in_batch": torch.tensor(9.0).bfloat16()}, "rounds a count of tokens"),

@@ -15,8 +15,9 @@ from tests.plugin.sharded import fsdp2_on_cpu, whole
 from tests.reference import relative_error
 
 NUM_RANKS, LENGTH, SEED = 2, 64, 3
-# Text models that name blocks of encoders, experts, recurrent layers, layers that share weights.
-FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text", "gemma4_text", "mixtral", "zamba2")
+# Text models that name blocks of encoders, experts, recurrent layers, layers that share weights,
+# and latents, which are expanded while they travel.
+FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text", "gemma4_text", "mixtral", "zamba2", "deepseek_v3")
 
 BOUND = {torch.float32: 1e-5, torch.float64: 1e-10}
 """Of the loss and the worst gradient, relative. Recurrent families are in float64."""
@@ -41,7 +42,7 @@ def errors_under_fsdp2(families: tuple[str, ...]) -> dict[str, tuple[float, torc
     found = {}
     for family in families:
         wanted_loss, wanted = one_process(family)
-        config = LongContextConfig(ring_degree=NUM_RANKS)
+        config = LongContextConfig(ring_degree=NUM_RANKS, checkpoint="attention")
         accelerator = fsdp2_on_cpu(config)
         model = precise_model(family)
         given = batch(model)

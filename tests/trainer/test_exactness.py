@@ -28,11 +28,6 @@ TWO = [
         model={"output_router_logits": True},
     ),
     Case(
-        "adapters",
-        config={"ring_degree": 2},
-        adapters={"target_modules": "all-linear", "use_dora": True},
-    ),
-    Case(
         "adapters and more",
         config={"ring_degree": 2},
         arguments={"gradient_checkpointing": True},

@@ -11,29 +11,48 @@ from longctx_patch.trainer import sealing
 from tests.trainer.stock import Trained
 
 
-def test_the_best_one_is_kept_beside_the_newest(tmp_path: Path) -> None:
-    for limit, kept in ((1, [4, 12]), (2, [4, 12]), (3, [4, 10, 12]), (0, [2, 4, 10, 12])):
-        output = tmp_path / str(limit)
-        for step in (2, 4, 10, 12):
-            (output / f"checkpoint-{step}").mkdir(parents=True)
-            seal(output / f"checkpoint-{step}")
-        trainer = Trained(output, str(output / "checkpoint-4"), save_total_limit=limit)
-        trainer._delete_old(output / "checkpoint-12")
-        found = sorted(int(path.name.split("-")[1]) for path in output.iterdir())
-        assert found == kept
+def made(folder: Path, steps: tuple[int, ...], best: int | None, limit: int, every: int) -> Trained:
+    """A trainer whose checkpoints of these steps are whole."""
+    for step in steps:
+        (folder / f"checkpoint-{step}").mkdir()
+        seal(folder / f"checkpoint-{step}")
+    name = None if best is None else str(folder / f"checkpoint-{best}")
+    trainer = Trained(folder, name, save_total_limit=limit)
+    trainer._keep_every = every
+    return trainer
 
 
-def test_those_of_every_so_many_steps_are_kept_for_ever(tmp_path: Path) -> None:
-    for step in (2, 4, 6, 8, 10):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        seal(tmp_path / f"checkpoint-{step}")
-    trainer = Trained(tmp_path, str(tmp_path / "checkpoint-6"), save_total_limit=1)
-    trainer._keep_every = 4
-    trainer._delete_old(tmp_path / "checkpoint-10")
-    found = {int(path.name.split("-")[1]) for path in tmp_path.iterdir()}
-    assert found == {4, 6, 8, 10}
-    trainer._finalize_training(None)
-    assert {int(path.name.split("-")[1]) for path in tmp_path.iterdir()} == {4, 6, 8}
+def steps_in(folder: Path) -> list[int]:
+    return sorted(int(path.name.split("-")[1]) for path in folder.iterdir())
+
+
+FOUR, FIVE, OLD = (2, 4, 10, 12), (2, 4, 6, 8, 10), (2, 4, 6, 8)
+
+
+@pytest.mark.parametrize(
+    ("steps", "saved", "best", "limit", "every", "kept"),
+    [
+        (FOUR, 12, 4, 1, 0, [4, 12]),
+        (FOUR, 12, 4, 2, 0, [4, 12]),
+        (FOUR, 12, 4, 3, 0, [4, 10, 12]),
+        (FOUR, 12, 4, 0, 0, [*FOUR]),
+        (FIVE, 10, 6, 1, 4, [4, 6, 8, 10]),
+        # A run went on from an older one: those of the run before are newer than what was saved.
+        (OLD, 4, None, 1, 0, [4, 8]),
+        (OLD, 4, None, 2, 0, [4, 8]),
+    ],
+)
+def test_the_newest_the_best_and_what_was_just_saved_are_kept(
+    tmp_path: Path,
+    steps: tuple[int, ...],
+    saved: int,
+    best: int | None,
+    limit: int,
+    every: int,
+    kept: list[int],
+) -> None:
+    made(tmp_path, steps, best, limit, every)._delete_old(tmp_path / f"checkpoint-{saved}")
+    assert steps_in(tmp_path) == kept
 
 
 @pytest.mark.parametrize(
@@ -58,31 +77,16 @@ def test_what_would_keep_nothing_is_refused(
     assert words in "".join(said)
 
 
-@pytest.mark.parametrize("limit", [1, 2])
-def test_what_was_just_saved_is_kept_also_where_a_run_went_on_from_an_older_one(
-    tmp_path: Path, limit: int
-) -> None:
-    """Newer ones of the run before are there, and would be gone on from next."""
-    for step in (2, 4, 6, 8):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        seal(tmp_path / f"checkpoint-{step}")
-    trainer = Trained(tmp_path, None, save_total_limit=limit)
-    trainer._delete_old(tmp_path / "checkpoint-4")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "checkpoint-8"]
-
-
-@pytest.mark.parametrize(("limit", "kept"), [(1, [4]), (2, [2, 4, 6])])
+@pytest.mark.parametrize(
+    ("limit", "every", "kept"), [(1, 0, [4]), (1, 3, [4, 6]), (2, 0, [2, 4, 6])]
+)
 def test_at_the_end_the_best_one_alone_is_kept_and_what_is_the_user_s(
-    tmp_path: Path, limit: int, kept: list[int]
+    tmp_path: Path, limit: int, every: int, kept: list[int]
 ) -> None:
-    for step in (2, 4, 6):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        seal(tmp_path / f"checkpoint-{step}")
+    trainer = made(tmp_path, (2, 4, 6), 4, limit, every)
     for name in ("checkpoint-7", "checkpoint-4-notes"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "notes.txt").write_text("mine")
-    trainer = Trained(tmp_path, str(tmp_path / "checkpoint-4"), save_total_limit=limit)
     assert trainer._finalize_training(None) == "the end"
     assert trainer.args.save_total_limit == limit
-    found = {path.name for path in tmp_path.iterdir()}
-    assert found == {"checkpoint-7", "checkpoint-4-notes", *(f"checkpoint-{n}" for n in kept)}
+    assert steps_in(tmp_path) == sorted([*kept, 4, 7])

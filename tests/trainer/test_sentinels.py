@@ -1,6 +1,7 @@
 """A sentinel beside a trainer: it sees drift, ends training before anything of it is saved, and
 disturbs nothing."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,13 +13,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longctx_patch import LongContextConfig, trainer_parallelism
 from longctx_patch.hf.sentinel import BOUNDS, DriftError, Sentinel
 from longctx_patch.trainer.watching import SentinelCallback, first_document
-from tests.plugin.launched import run_launched
+from tests.plugin.launched import run_launched, sharding_on_cpus
 from tests.trainer.trained import Case, make_trainer, model_of, numbers, weights_of
 
 SAVES = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1}
-CASE = Case("watched", config={"ring_degree": 2}, arguments=SAVES)
+CASE = Case(
+    "watched",
+    config={"ring_degree": 2},
+    arguments=SAVES,
+    adapters={"r": 4, "lora_dropout": 0.2, "target_modules": ["q_proj", "down_proj"]},
+)
+SHARDED = replace(
+    CASE,
+    sharding={
+        "fsdp": True,
+        "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+        "parallelism_config": trainer_parallelism(LongContextConfig(ring_degree=2), 2),
+    },
+)
 
 
 class Found(NamedTuple):
@@ -29,14 +44,15 @@ class Found(NamedTuple):
 
 
 def watch(folder: str, every: int, case: Case = CASE) -> Found:
-    trainer = make_trainer(
-        case, folder, is_patched=True, model=model_of(case), sentinel_every=every
-    )
     error = ""
-    try:
-        trainer.train()
-    except DriftError as raised:
-        error = str(raised)
+    with sharding_on_cpus() if case.sharding else nullcontext():
+        trainer = make_trainer(
+            case, folder, is_patched=True, model=model_of(case), sentinel_every=every
+        )
+        try:
+            trainer.train()
+        except DriftError as raised:
+            error = str(raised)
     logged = [numbers(entry) for entry in trainer.state.log_history]
     saved = sorted(path.name for path in Path(folder).glob("checkpoint-*"))
     return Found(logged, weights_of(trainer.model), saved, error)
@@ -49,14 +65,16 @@ def watch_all(folder: str) -> list[Found]:
         found, dtype = alone(self, row)
         return found * (1.01 if dist.get_rank() == 1 else 1.0), dtype
 
-    plain, watched = watch(f"{folder}/0", 0), watch(f"{folder}/1", 2)
-    replicas = watch(f"{folder}/2", 2, replace(CASE, config={}))
+    replicas = watch(f"{folder}/replicas", 2, replace(CASE, config={}))
     with patch.object(Sentinel, "_alone", off):
-        return [plain, watched, replicas, watch(f"{folder}/3", 2)]
+        drifted = watch(f"{folder}/drifts", 2)
+    plain, watched = (watch(f"{folder}/{every}", every, SHARDED) for every in (0, 2))
+    return [plain, watched, replicas, drifted]
 
 
 def test_drift_ends_training_and_without_it_no_number_differs(tmp_path: Path) -> None:
-    """Ranks that share rows, and two replicas; one in which rank 1 is a hundredth off."""
+    """Ranks that share rows under FSDP2, with an adapter that draws dropout, which no check may
+    move, and two replicas; one in which rank 1 is a hundredth off."""
     first, second = run_launched(watch_all, 2, str(tmp_path))
     plain, watched, replicas, drifted = first
     for found in (watched, replicas):

@@ -43,17 +43,6 @@ TWO = [
         "mistral",
         arguments={"padding_free": True, "max_length": None},
     ),
-    Case(
-        "wrapped", "sft", "text", RING, "qwen3", arguments=PACKED | {"packing_strategy": "wrapped"}
-    ),
-    Case(
-        "smoothed",
-        "sft",
-        "text",
-        RING | {"loss": "logits"},
-        arguments={"label_smoothing_factor": 0.1},
-    ),
-    Case("completions", "sft", "completion", ULYSSES, "mistral", arguments=THRICE),
     Case("dpo", "dpo", "pairs", RING, arguments=THRICE),
     Case(
         "dpo beforehand",

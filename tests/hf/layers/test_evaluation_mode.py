@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness import run_distributed
 from tests.hf.tiny import tiny_model, token_rows
 from tests.memory.trained import Trained
 
@@ -54,14 +53,3 @@ def test_passes_that_nobody_goes_backward_from_are_allowed() -> None:
     assert model.generate(batch["input_ids"], max_new_tokens=2).shape == (2, 18)
     model.requires_grad_(False)
     assert not model(**batch).loss.requires_grad
-
-
-def check_one_rank_with_gradients(rank: int) -> None:
-    """All ranks raise, though one alone asks for gradients."""
-    model, batch = patched(ulysses_degree=2)
-    with torch.set_grad_enabled(rank == 1), pytest.raises(ValueError, match=REFUSAL):
-        model(**batch)
-
-
-def test_every_rank_of_a_group_raises() -> None:
-    run_distributed(check_one_rank_with_gradients, 2)
