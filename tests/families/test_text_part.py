@@ -20,7 +20,7 @@ from longctx_patch.families.text_part import TEXT_TYPES, auto_class, text_weight
 from longctx_patch.plugin import NeedsWholeReading, text_model, unread_model
 from longctx_patch.verification.shrink import keep_float64
 from tests.hf.on_ranks import step_of_ranks
-from tests.hf.seeing import WHOLE, seeing_config, seeing_model, text_rows
+from tests.hf.seeing import WHOLE, seeing_model, text_rows
 from tests.hf.steps import Step, errors
 from tests.hf.tiny import gradients
 from tests.reference import relative_error
@@ -131,29 +131,20 @@ def test_a_head_of_which_the_file_says_nothing(tmp_path: Path) -> None:
     """As Mistral Small 3.1 is published: transformers takes it for tied, and finds two weights."""
     whole = seeing_model("mistral3")
     whole.save_pretrained(tmp_path)
-    said = json.loads((tmp_path / "config.json").read_text())
+    file = tmp_path / "config.json"
+    said = json.loads(file.read_text())
     del said["tie_word_embeddings"], said["text_config"]["tie_word_embeddings"]
-    (tmp_path / "config.json").write_text(json.dumps(said))
+    file.write_text(json.dumps(said))
     model = text_model(str(tmp_path))
     assert torch.equal(model.lm_head.weight, whole.lm_head.weight)
     assert torch.equal(model.model.embed_tokens.weight, whole.get_input_embeddings().weight)
     assert "lm_head.weight" in unread_model(str(tmp_path))._longctx_unread.stored
     assert not load_model_config(str(tmp_path)).tie_word_embeddings
-
-
-def test_a_head_that_is_tied_by_the_file_alone_is_refused(tmp_path: Path) -> None:
-    seeing_model("mistral3").save_pretrained(tmp_path)
-    said = json.loads((tmp_path / "config.json").read_text())
-    said["tie_word_embeddings"] = True
-    (tmp_path / "config.json").write_text(json.dumps(said))
+    # Tied by the file alone.
+    file.write_text(json.dumps(said | {"tie_word_embeddings": True}))
     with pytest.raises(ValueError, match=r"embed_tokens.weight and .*lm_head.weight differ"):
         text_model(str(tmp_path))
-
-
-def test_a_text_model_that_is_not_supported_is_named(tmp_path: Path) -> None:
-    config = seeing_config("mistral3").to_dict()
-    config["text_config"] |= {"model_type": "mpt"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    found = load_model_config(str(tmp_path))
+    said["text_config"] |= {"model_type": "mpt"}
+    file.write_text(json.dumps(said))
     with pytest.raises(UnsupportedModelError, match="'mpt' is not supported"):
-        check_model_config(found, LongContextConfig())
+        check_model_config(load_model_config(str(tmp_path)), LongContextConfig())

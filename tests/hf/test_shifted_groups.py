@@ -88,16 +88,16 @@ WAYS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(
-    ("family", "heads", "shifted"),
+    ("family", "heads", "shifted", "packed"),
     [
-        ("llama", (4, 4), 2),
-        ("llama", (8, 4), 4),
-        ("llama", (6, 3), 2),  # as SmolLM2's: two key-value heads are unshifted, one is shifted
-        ("llama", (5, 1), 3),
-        ("gemma3_text", (4, 2), 2),  # layers with a window, which keep it
+        ("llama", (4, 4), 2, False),
+        ("llama", (8, 4), 4, True),
+        ("llama", (6, 3), 2, False),  # two key-value heads are unshifted, one is: SmolLM2's
+        ("llama", (6, 3), 2, True),
+        ("llama", (5, 1), 3, False),
+        ("gemma3_text", (4, 2), 2, True),  # layers with a window, which keep it
     ],
 )
-@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.usefixtures("dense")
 def test_loss_and_gradients(
     family: str, heads: tuple[int, int], shifted: int, packed: bool

@@ -37,8 +37,6 @@ POLICIES: tuple[dict[str, Any], ...] = (
     {"checkpoint": "none"},
     {"checkpoint": "full"},
     {"checkpoint": "attention"},
-    {"checkpoint": "attention", "attention_kept": 0.4},
-    {"checkpoint": "offload"},
     {"checkpoint": "offload", "attention_kept": 0.4},
     {"checkpoint": "auto"},
 )
