@@ -41,8 +41,22 @@ _MAMBA: dict[str, Any] = {
     "mamba_expand": 2,
     "mamba_chunk_size": 8,
 }
+_CAPPED: dict[str, Any] = {"final_logit_softcapping": 3.0}
+_GEMMA_2: dict[str, Any] = _ALTERNATING | {
+    "query_pre_attn_scalar": 12,
+    "attn_logit_softcapping": 5.0,
+    "final_logit_softcapping": 2.0,
+}
+_DENSE_THEN_ROUTED: dict[str, Any] = (
+    _EXPERTS | _FOUR_IN_TWO_GROUPS | {"n_routed_experts": 4, "first_k_dense_replace": 1}
+)
+_CONVOLUTIONS = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
 _SHARED_EXPERT = {"num_experts": 4, "shared_expert_intermediate_size": 48}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
+_PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+_YARN_64 = _YARN | {
+    **{"factor": 64.0, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5}
+}
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "head_dim": 8,
@@ -66,16 +80,8 @@ _SHARED_KEYS: dict[str, Any] = _WINDOWED | {
 FEATURES: dict[str, dict[str, Any]] = {
     "mistral": _WINDOWED,
     "ministral": _ALTERNATING,
-    "ministral3": _WINDOWED
-    | {
-        "rope_parameters": _YARN
-        | {
-            "factor": 64.0,
-            "original_max_position_embeddings": 8,
-            "llama_4_scaling_beta": 0.5,
-        },
-    },
-    "mixtral": _WINDOWED | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "ministral3": _WINDOWED | {"rope_parameters": _YARN_64},
+    "mixtral": _WINDOWED | _FOUR_LOCAL,
     "qwen2": _QWEN_WINDOW | {"max_window_layers": 1},
     "qwen2_moe": _QWEN_WINDOW
     | _EXPERTS
@@ -88,18 +94,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     },
     "qwen3": _QWEN_WINDOW | {"max_window_layers": 1},
     "qwen3_moe": _QWEN_WINDOW | _EXPERTS | {"num_experts": 4},
-    "gemma2": _ALTERNATING
-    | {
-        "query_pre_attn_scalar": 12,
-        "attn_logit_softcapping": 5.0,
-        "final_logit_softcapping": 2.0,
-    },
+    "gemma2": _GEMMA_2,
     "gemma3_text": _ALTERNATING
-    | {
-        "query_pre_attn_scalar": 12,
-        "rope_parameters": _ROPE_PER_LAYER,
-        "final_logit_softcapping": 3.0,
-    },
+    | _CAPPED
+    | {"query_pre_attn_scalar": 12, "rope_parameters": _ROPE_PER_LAYER},
     "gemma3n_text": _SHARED_KEYS
     | {"laurel_rank": 8, "activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0]},
     "gemma4_text": _SHARED_KEYS
@@ -108,19 +106,9 @@ FEATURES: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": _ALTERNATING
     | {"global_head_dim": 24, "num_global_key_value_heads": 1, "final_logit_softcapping": 3.0},
     "gpt_oss": _ALTERNATING
-    | {
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "rope_parameters": _YARN | {"original_max_position_embeddings": 128, "truncate": False},
-    },
-    "phi3": _WINDOWED
-    | {
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "partial_rotary_factor": 0.75,
-        },
-    },
+    | _FOUR_LOCAL
+    | {"rope_parameters": _YARN | {"original_max_position_embeddings": 128, "truncate": False}},
+    "phi3": _WINDOWED | {"rope_parameters": _PARTIAL},
     "olmo": {"clip_qkv": 1.0},
     "olmo3": _ALTERNATING | {"rope_parameters": _ROPE_PER_LAYER},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
@@ -173,14 +161,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     },
     "falcon_h1": _MAMBA
     | {"mamba_d_ssm": 128, "lm_head_multiplier": 0.7, "mlp_multipliers": [0.8, 1.3]},
-    "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
-    "lfm2_moe": _EXPERTS
-    | {
-        "num_hidden_layers": 3,
-        "layer_types": ["conv", "full_attention", "conv"],
-        "num_experts": 4,
-        "num_dense_layers": 1,
-    },
+    "lfm2": _CONVOLUTIONS,
+    "lfm2_moe": _EXPERTS | _CONVOLUTIONS | _FOUR | {"num_dense_layers": 1},
     "lfm3": _WINDOWED
     | {
         "num_hidden_layers": 3,
@@ -239,15 +221,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "axk1": _LATENT | _LATENT_EXPERTS | {"n_group": 2, "topk_group": 1},
     "cwm": _ALTERNATING | {"bos_token_id": 1},
     "hyperclovax": _MULTIPLIERS,
-    "nanochat": {"final_logit_softcapping": 3.0},
+    "nanochat": _CAPPED,
     "phi": {"qk_layernorm": True},
     "stablelm": {"qk_layernorm": True, "use_qkv_bias": True},
-    "vaultgemma": _ALTERNATING
-    | {
-        "query_pre_attn_scalar": 12,
-        "attn_logit_softcapping": 5.0,
-        "final_logit_softcapping": 2.0,
-    },
+    "vaultgemma": _GEMMA_2,
     "granite_swa": _ALTERNATING | _MULTIPLIERS | {"layer_rope_theta": [1e4, 1e6]},
     "granitemoe": _MULTIPLIERS | _FOUR_LOCAL,
     "granitemoeshared": _MULTIPLIERS | _FOUR_LOCAL | {"shared_intermediate_size": 48},
@@ -263,10 +240,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     | _DENSE_FIRST
     | {"n_group": 2, "topk_group": 1, "final_logit_softcapping": 3.0},
     "cohere2_moe": _ALTERNATING | _EXPERTS | _FOUR | {"num_shared_experts": 1, "logit_scale": 0.7},
-    "dots1": _ALTERNATING
-    | _EXPERTS
-    | _FOUR_IN_TWO_GROUPS
-    | {"n_routed_experts": 4, "first_k_dense_replace": 1},
+    "dots1": _ALTERNATING | _DENSE_THEN_ROUTED,
     "ernie4_5_moe": {
         "moe_num_experts": 4,
         "moe_k": 2,
@@ -277,9 +251,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "exaone_moe": _ALTERNATING | _EXPERTS | _FOUR | _DENSE_FIRST,
     "flex_olmo": _FOUR | {"num_experts_per_tok": 2},
     "flint": _ALTERNATING | _EXPERTS | _FOUR | _SHARED_EXPERT | {"mlp_only_layers": [0]},
-    "glm4_moe": _EXPERTS
-    | _FOUR_IN_TWO_GROUPS
-    | {"n_routed_experts": 4, "first_k_dense_replace": 1, "use_qk_norm": True},
+    "glm4_moe": _DENSE_THEN_ROUTED | {"use_qk_norm": True},
     "hunyuan_v1_moe": _FOUR | {"moe_topk": 2},
     "hy_v3": _EXPERTS | _FOUR | _DENSE_FIRST,
     "jetmoe": _FOUR_LOCAL | {"kv_channels": 16},
@@ -300,9 +272,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     | {"n_routed_experts": 4, "v_head_dim": 8},
     "minimax_m2": _FOUR_LOCAL,
     "phimoe": _WINDOWED | _FOUR_LOCAL | {"router_jitter_noise": 0.0},
-    "sarvam_moe": _EXPERTS
-    | _FOUR_IN_TWO_GROUPS
-    | {"n_routed_experts": 4, "first_k_dense_replace": 1},
+    "sarvam_moe": _DENSE_THEN_ROUTED,
     "solar_open": _EXPERTS | _FOUR_IN_TWO_GROUPS | {"n_routed_experts": 4},
 }
 """Features of a family beside causal attention, small enough to matter in rows of 30 tokens."""

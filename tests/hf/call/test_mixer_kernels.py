@@ -4,7 +4,7 @@ take a model's sizes."""
 import copy
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from longctx_patch.hf.model.sequence_kernels import (
 from tests.hf.by_documents import stock_step, whole_row
 from tests.hf.call.test_mixers import CHAINED, LENGTH, assert_exact, install
 from tests.hf.float64 import in_float64
-from tests.hf.kernel_packages import packages, write_package
 from tests.hf.tiny import featured_model
 
 TORCH = LongContextConfig(torch_recurrence=True)
@@ -49,6 +48,27 @@ SIZED = {
         "causal-conv1d take multiples of 8",
     ),
 }
+
+
+def packages(names: Iterable[str] = KERNELS) -> set[str]:
+    """Those of these functions of transformers."""
+    return {KERNELS[name].module.partition(".")[0] for name in names}
+
+
+def write_package(folder: Path, package: str) -> None:
+    """A package with each kernel that is taken of it."""
+    (folder / package).mkdir(exist_ok=True)
+    (folder / package / "__init__.py").write_text("")
+    for kernel in KERNELS.values():
+        first, *rest = kernel.module.split(".")
+        if first == package:
+            path = folder / package
+            for part in rest:
+                path /= part
+                path.mkdir(exist_ok=True)
+                (path / "__init__.py").touch()
+            with (path / "__init__.py").open("a") as file:
+                file.write(f"def {kernel.name}(*args, **options): ...\n")
 
 
 @pytest.fixture
