@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import CheckpointException
 
 from longctx_patch.checkpoints import background as beside_module
-from longctx_patch.checkpoints.background import Background
 from longctx_patch.checkpoints.keeper import Keeper
 from longctx_patch.checkpoints.manifest import MANIFEST
 from longctx_patch.checkpoints.series import Retention, steps_of
@@ -123,19 +122,6 @@ def test_what_could_not_be_written_ends_the_training(
     keeper.save(state)
     with pytest.raises(OSError, match="No space left"):
         keeper.save(state)
-
-
-def test_a_failure_afterwards_does_not_lose_it(state: TrainState, make_keeper: MakeKeeper) -> None:
-    places: list[Path] = []
-
-    def save_and_fail() -> None:
-        with make_keeper() as keeper:
-            places.append(keeper.save(state))
-            raise ValueError("a step that went wrong")
-
-    with pytest.raises(ValueError, match="a step that went wrong"):
-        save_and_fail()
-    assert (places[0] / MANIFEST).exists()
 
 
 class Waits:
@@ -281,19 +267,3 @@ def test_weights_that_are_no_numbers_are_refused_at_once(
         state.model.lm_head.weight[3, 3] = torch.nan
     with make_keeper() as keeper, pytest.raises(ValueError, match="after step 1, so nothing of it"):
         keeper.save(state)
-
-
-def test_tasks_run_one_at_a_time() -> None:
-    running: list[int] = []
-    seen: list[int] = []
-    background = Background()
-
-    def task() -> None:
-        running.append(1)
-        seen.append(len(running))
-        running.pop()
-
-    for _ in range(20):
-        background.start(task)
-    background.settle()
-    assert seen == [1] * 20
