@@ -160,7 +160,6 @@ def _row(
         "softcap": traits.softcap,
         "deterministic": domain.deterministic,
         "missing": _missing(record) or problem,
-        "install": record.package and record.package.install,
         "tflops": rates and {case: both._asdict() for case, both in rates.items()},
         "share_of_best": fastest / _time(rates) if rates and fastest else None,
     }
