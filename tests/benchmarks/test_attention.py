@@ -1,10 +1,13 @@
 """attention.py: its candidates, its problems, and the shares of the ideal that it reports."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import attention as attention_benchmark
 import attention_job
+import launch
+import launches
 import problems
 import pytest
 import torch
@@ -12,6 +15,7 @@ from operators import Job
 from report import read_lines
 
 from longctx_patch import LongContextConfig, Workload, explain
+from tests.harness import run_distributed
 
 CPU = torch.device("cpu")
 
@@ -38,6 +42,15 @@ def candidates(job):
 """
 
 
+def run_of_two(_: int, settings: str, folder: str) -> None:
+    """A launch's process, in a group that is there already."""
+    sys.path.append(folder)
+    sys.argv = ["attention_job.py", settings]
+    attention_job.start = lambda: CPU
+    attention_job.finish = lambda: None
+    attention_job.main()
+
+
 def test_attention_checks_candidates_before_it_times_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -45,8 +58,12 @@ def test_attention_checks_candidates_before_it_times_them(
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "attention.py").write_text(FAKE_PEER)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    def without_launcher(_: Path, arguments: list[str], num: int, *__: object) -> launch.Ending:
+        run_distributed(run_of_two, num, arguments[0], str(tmp_path))
+        return launch.Ending(1.0, None)
+
+    monkeypatch.setattr(launches, "run_job", without_launcher)
     sizes = "--tokens 64 --heads 4/2 --head-dim 8 --documents 3 --window 9 --check-tokens 48"
     options = "--gpus 2 --iterations 2 --limit-s 60 --configs ulysses=2 --ideal-kernels torch_cpu"
     options += " --peers ideal fakes.attention"
