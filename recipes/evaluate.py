@@ -23,7 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 from longctx_patch import patch
 from longctx_patch.checkpoints.whole_files import write_whole
 from longctx_patch.evaluation.context_evaluation import ContextEvaluation, evaluate_context
-from longctx_patch.evaluation.tasks import TASKS, Sources, make_samples, read_questions
+from longctx_patch.evaluation.tasks import TASKS, Sources, make_at_lengths, read_questions
 from longctx_patch.plugin import close_accelerator, make_accelerator
 from longctx_patch.plugin.accelerator import shard_frozen
 from longctx_patch.recipes import models
@@ -168,19 +168,25 @@ def refusal(settings: EvalSettings) -> str | None:
 
 def tasks_problem(asked: ContextEvaluation, tokenizer: Any, option: str = "--tasks") -> str | None:
     """Which tasks no sample can be made of at some length, each with the reason, and which can."""
-    reasons: dict[str, list[str]] = {}
-    depths = asked.depths and asked.depths[:1]
     for task in asked.tasks:
         require_choice(option, task, [*TASKS, RULER])
+    depths = asked.depths and asked.depths[:1]
+    made = make_at_lengths(
+        asked.tasks, tokenizer, asked.lengths, 1, asked.seed, depths, asked.sources
+    )
+    of_task: dict[str, str] = {}
+    for task, samples in made:
         try:
-            for length in asked.lengths:
-                make_samples([task], tokenizer, length, 1, asked.seed, depths, asked.sources)
+            samples.result()
         except ValueError as error:
-            reasons.setdefault(str(error).removeprefix(f"{task}: "), []).append(task)
+            of_task.setdefault(task, str(error).removeprefix(f"{task}: "))
+    reasons: dict[str, list[str]] = {}
+    for task, reason in of_task.items():
+        reasons.setdefault(reason, []).append(task)
     if not reasons:
         return None
     lines = [f"{option} {','.join(tasks)}: {reason}" for reason, tasks in reasons.items()]
-    fit = [task for task in asked.tasks if task not in chain(*reasons.values())]
+    fit = [task for task in asked.tasks if task not in of_task]
     return "\n".join([*lines, *[f"The others fit: {option} {','.join(fit)}"] * bool(fit)])
 
 

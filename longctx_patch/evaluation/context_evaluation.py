@@ -22,7 +22,7 @@ from longctx_patch.evaluation.positions import (
 from longctx_patch.evaluation.row_scorer import LabelScores, RowScorer, batch_of
 from longctx_patch.evaluation.scores import Cell, ContextScores, TaskScores, in_k
 from longctx_patch.evaluation.scoring import sample_problems, score_samples
-from longctx_patch.evaluation.tasks.make import haystacks, make_samples
+from longctx_patch.evaluation.tasks.make import haystacks, make_at_lengths
 from longctx_patch.evaluation.tasks.materials import Sources
 from longctx_patch.evaluation.tasks.sample import Sample
 from longctx_patch.families.rope_facts import reach_problem
@@ -252,11 +252,11 @@ def _long_texts(tokenizer: Any, asked: ContextEvaluation) -> list[Tensor]:
 def _samples(tokenizer: Any, asked: ContextEvaluation) -> dict[str, list[Sample]]:
     """Samples of each task, of all lengths. Their prompts take 4 bytes a token, not 40."""
     found: dict[str, list[Sample]] = {name: [] for name in asked.tasks}
-    for length in asked.lengths if asked.tasks else ():
-        made = make_samples(
-            asked.tasks, tokenizer, length, asked.samples, asked.seed, asked.depths, asked.sources
-        )
-        _add(made, found)
+    for _, made in make_at_lengths(
+        *(asked.tasks, tokenizer, asked.lengths, asked.samples),
+        *(asked.seed, asked.depths, asked.sources),
+    ):
+        _add(made.result(), found)
     _add(asked.own, found)
     return found
 

@@ -1,9 +1,12 @@
 """Samples of the tasks by name: which there are, how each is scored, and how it is made."""
 
+import os
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import count, product
 from typing import Any
 
 from longctx_patch.evaluation.tasks.counted_words import (
@@ -22,6 +25,7 @@ from longctx_patch.rules.names import require_choice
 
 SEED = 42
 """RULER's."""
+MOST_THREADS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +151,36 @@ def make_samples(
         else:
             made += _samples(RULER[name], generators[name], encoder, per_cell, depths)
     return made
+
+
+def make_at_lengths(
+    names: Iterable[str],
+    tokenizer: Any,
+    lengths: Iterable[int],
+    per_cell: int,
+    seed: int = SEED,
+    depths: Sequence[float] | None = None,
+    sources: Sources | None = None,
+) -> list[tuple[str, Future[list[Sample]]]]:
+    """Each task with its samples at each length, or what `make_samples` refused: length by length.
+
+    Threads make them side by side, since tokenizers let go of Python's lock, and the time of a
+    row of 128K tokens goes into tokenizing the haystacks that are tried for it.
+    """
+    names, sources = tuple(names), sources or Sources()
+    pairs = list(product(lengths, names))
+    if not pairs:
+        return []
+    # What threads share is ready before they start; each says itself what it lacks.
+    Encoder(tokenizer)
+    with suppress(ValueError):
+        haystacks(names, sources)
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
+        made = [
+            pool.submit(make_samples, [name], tokenizer, length, per_cell, seed, depths, sources)
+            for length, name in reversed(pairs)  # the longest take longest
+        ]
+    return [(name, future) for (_, name), future in zip(pairs, reversed(made), strict=True)]
 
 
 def haystacks(names: Iterable[str], sources: Sources) -> dict[str, str]:

@@ -13,6 +13,7 @@ from longctx_patch.evaluation.tasks import (
     TASKS,
     Sources,
     haystacks,
+    make_at_lengths,
     make_samples,
     materials,
     read_questions,
@@ -52,6 +53,20 @@ def test_passkeys_fill_the_row_and_are_where_they_are_asked_for(
         "niah_single_2": "own text of 1,200 words, repeated in longer rows"
     }
     assert haystacks(["passkey"], Sources()) == {"passkey": "noise"}
+
+
+def test_threads_make_the_same_samples_and_refuse_each_task_for_itself(tokenizer: Any) -> None:
+    names, lengths = ("passkey", "niah_single_1", "niah_single_2"), (2048, 512, 1024)
+    found = make_at_lengths(names, tokenizer, lengths, 2, depths=(0.0, 1.0))
+    assert [name for name, _ in found] == [*names] * 3
+    for (name, made), length in zip(found, (each for each in lengths for _ in names), strict=True):
+        if name == "niah_single_2":
+            with pytest.raises(ValueError, match="essays"):
+                made.result()
+        else:
+            expected = make_samples([name], tokenizer, length, 2, depths=(0.0, 1.0))
+            assert made.result() == expected
+    assert make_at_lengths((), None, lengths, 2) == []
 
 
 def test_answers_that_join_the_prompt_are_still_what_greedy_decoding_emits(
