@@ -141,11 +141,12 @@ def with_recalls(text: str, draw: random.Random, row_chars: int) -> str:
         thing = f"{draw.choice(words)} {draw.choice(words)}"
         code = "".join(draw.choices("0123456789", k=draw.randint(4, 8)))
         if number % 3:
-            place = draw.randrange(int(0.85 * span))
+            # Some begin the row: what lies there is read the worst.
+            place = max(0, int(draw.uniform(-0.02, 0.85) * span))
             again = int(draw.uniform(0.85, 1.05) * span)
         else:
             place = draw.randrange(len(text))
-            again = place + int(math.exp(draw.uniform(math.log(500), math.log(row_chars))))
+            again = place + int(math.exp(draw.uniform(math.log(20), math.log(row_chars))))
         lines = [f"\n{said.format(thing=thing, code=code)}\n" for said in draw.choice(WORDINGS)]
         added += zip((place, min(again, len(text))), lines, strict=True)
     parts, end = [], 0
