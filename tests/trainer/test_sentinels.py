@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longctx_patch import LongContextConfig, trainer_parallelism
 from longctx_patch.hf.sentinel import BOUNDS, DriftError, Sentinel
 from longctx_patch.trainer.watching import SentinelCallback, first_document
 from tests.plugin.launched import run_launched, sharding_on_cpus
-from tests.trainer.trained import Case, make_trainer, model_of, numbers, weights_of
+from tests.trainer.trained import Case, make_trainer, model_of, numbers, sharded, weights_of
 
 SAVES = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1}
 CASE = Case(
@@ -26,14 +25,7 @@ CASE = Case(
     arguments=SAVES,
     adapters={"r": 4, "lora_dropout": 0.2, "target_modules": ["q_proj", "down_proj"]},
 )
-SHARDED = replace(
-    CASE,
-    sharding={
-        "fsdp": True,
-        "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
-        "parallelism_config": trainer_parallelism(LongContextConfig(ring_degree=2), 2),
-    },
-)
+SHARDED = replace(CASE, sharding=sharded(CASE.config, "LlamaDecoderLayer", num_processes=2))
 
 
 class Found(NamedTuple):

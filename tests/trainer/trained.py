@@ -115,13 +115,17 @@ def arguments(folder: Path | str, **options: Any) -> TrainingArguments:
     return TrainingArguments(**usual | options)
 
 
-def sharded(config: dict[str, Any], layer: str, copies: int) -> dict[str, Any]:
-    """Arguments of FSDP2 for four processes, two of which share a row."""
-    sizes = {"dp_replicate_size": copies, "dp_shard_size": 2 // copies}
+def sharded(
+    config: dict[str, Any], layer: str, copies: int = 1, num_processes: int = 4
+) -> dict[str, Any]:
+    """Arguments of FSDP2 for several processes, two of which share a row."""
+    sizes = {"dp_replicate_size": copies, "dp_shard_size": num_processes // 2 // copies}
     return {
         "fsdp": True,
         "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": [layer]},
-        "parallelism_config": trainer_parallelism(LongContextConfig(**config), 4, **sizes),
+        "parallelism_config": trainer_parallelism(
+            LongContextConfig(**config), num_processes, **sizes
+        ),
     }
 
 

@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from longctx_patch import LongContextConfig, PatchHandle, patch
 from longctx_patch.config import LossName
 from tests.harness import run_distributed
-from tests.hf.loss.labelled import collated
+from tests.hf import steps
 from tests.hf.steps import TOLERANCE
 from tests.hf.tiny import (
     SUPPORTED,
@@ -28,9 +28,20 @@ from tests.hf.tiny import (
     mean_over_ranks,
     precise_model,
     tiny_model,
+    token_rows,
 )
 from tests.memory.trained import assert_near
 from tests.reference import relative_error
+
+LENGTH = 19
+
+
+def collated(handle: PatchHandle) -> dict[str, Tensor]:
+    """Two rows, one of them without loss in its first part."""
+    first, second = token_rows(LENGTH)
+    return steps.collated(
+        handle, [first, second | {"labels": [-100] * 8 + second["input_ids"][8:]}]
+    )
 
 
 @contextmanager

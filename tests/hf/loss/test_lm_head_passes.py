@@ -11,7 +11,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from longctx_patch import LongContextConfig, patch
 from longctx_patch.config import LossName
-from tests.hf.loss.labelled import LENGTH, collated
+from tests.hf.loss.test_lm_head import LENGTH, collated
 from tests.hf.steps import TOLERANCE
 from tests.hf.tiny import VOCABULARY, tiny_model
 from tests.reference import relative_error
