@@ -24,12 +24,20 @@ from longctx_patch.families.rope_facts import (
     describe_change,
     full_attention_rope,
     possible_kinds,
+    reach_problem,
     reachable_length,
 )
 from longctx_patch.verification.shrink import keep_float64
 from tests.hf.on_ranks import step_of_ranks
 from tests.hf.steps import Step, complaints
-from tests.hf.tiny import SUPPORTED, featured_config, featured_model, gradients, token_rows
+from tests.hf.tiny import (
+    SUPPORTED,
+    featured_config,
+    featured_model,
+    gradients,
+    tiny_config,
+    token_rows,
+)
 
 
 def llama(**changes: Any) -> LlamaConfig:
@@ -425,3 +433,43 @@ def test_models_without_positions_reach_any_length(family: str) -> None:
     with torch.no_grad():
         here, there = (model(ids, position_ids=places + n).logits for n in (0, 9000))
     assert torch.equal(here, there)
+
+
+def roped(**values: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_theta": 5e5, **values}}
+
+
+YARN_4 = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA_4 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+BLIND = {"position_embedding_type": "nope"}
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "reach"),
+    [
+        ("llama", {}, 2048),
+        ("llama", roped(**YARN_4), 2048),
+        ("llama", roped(**YARN_4) | {"max_position_embeddings": 40}, 128),
+        ("llama", roped(**LLAMA_4, original_max_position_embeddings=256), 2048),
+        ("llama", roped(**LLAMA_4, original_max_position_embeddings=2048), 8192),
+        ("llama", roped(rope_type="linear", factor=4.0), 2048),
+        ("llama", roped(rope_type="dynamic", factor=4.0), 8192),
+        ("mistral", {"sliding_window": 16}, None),
+        ("gemma3_text", {}, 2048),
+        ("llama4_text", {}, 2048),
+        ("granitemoehybrid", BLIND, None),
+        ("granitemoehybrid", BLIND | {"position_embedding_type": "rope"}, 2048),
+        ("nemotron_h", {}, None),
+    ],
+)
+def test_reach_of_each_kind_of_rope(family: str, values: dict[str, Any], reach: int | None) -> None:
+    """Windows bound the distances that rotations depend on; layers without positions have none."""
+    config = (
+        featured_config(family, **values) if family != "llama" else tiny_config(family, **values)
+    )
+    assert reachable_length(config) == reach
+    if reach is None:
+        assert scale_rope(config, kind="none", target_length=10**6) is not None
+    else:
+        assert reach_problem(config, reach) is None
+        assert "allow_beyond_reach" in str(reach_problem(config, reach + 1))

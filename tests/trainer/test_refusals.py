@@ -157,13 +157,17 @@ def test_what_is_not_exact_is_refused() -> None:
     run_launched(check_all, 2)
 
 
-def test_replicas_divide_by_all_tokens() -> None:
-    run_launched(check_own_means, 4)
-
-
-def check_own_means() -> None:
+def check_four() -> None:
+    """Four ranks, two per sequence: means are over all tokens, and FSDP2 shards over the axis."""
     given = {"average_tokens_across_devices": False}
     refused(r"average_tokens_across_devices=False with 2 sequence", replace(CASE, arguments=given))
+    mesh = trainer_parallelism(RING, 4, dp_shard_size=2).build_device_mesh("cpu")
+    assert mesh.mesh_dim_names == ("dp_shard", "tp")
+    assert mesh["dp_shard_cp"].size() == 4
+
+
+def test_two_groups_of_two() -> None:
+    run_launched(check_four, 4)
 
 
 def assert_said(text: str, problems: Iterable[str]) -> None:
@@ -222,19 +226,6 @@ def test_the_axis_fits_the_world() -> None:
         trainer_parallelism(config, 6)
     with pytest.raises(ValueError, match=r"x 4 ranks per sequence = 16, but 8 processes run"):
         trainer_parallelism(config, 8, dp_shard_size=2, dp_replicate_size=2)
-
-
-def check_meshes() -> None:
-    """Four ranks under FSDP2, two per sequence: parameters are sharded over all of them."""
-    axis = trainer_parallelism(RING, 4, dp_shard_size=2)
-    torch.distributed.init_process_group("gloo")
-    mesh = axis.build_device_mesh("cpu")
-    assert mesh.mesh_dim_names == ("dp_shard", "tp")
-    assert mesh["dp_shard_cp"].size() == 4
-
-
-def test_fsdp_shards_over_the_axis_too() -> None:
-    run_launched(check_meshes, 4)
 
 
 def test_a_reference_computed_beside_a_dataset_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,6 @@ RUNS: dict[str, Callable[[Make, str], Trainer]] = {
     "stream": of(Case("s", config=RING, arguments=ACCUMULATED), train_dataset=Stream(13)),
     "sized stream": of(Case("z", config=ULYSSES, arguments=EPOCHS), train_dataset=Sized(12)),
     "evaluated stream": of(Case("e", config=RING, arguments=FEW), eval_dataset=Stream(7)),
-    "evaluated sized stream": of(Case("i", config=RING, arguments=FEW), eval_dataset=Sized(9)),
     "rows without labels": of(
         Case("n", config=RING, arguments=FEW | {"per_device_eval_batch_size": 1}),
         eval_dataset=rows(5, seed=5),
