@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import set_seed
+from datasets import disable_progress_bars
 from transformers import get_scheduler
 from transformers.utils.logging import disable_progress_bar
 
@@ -407,6 +408,7 @@ def build_accelerator(settings: Settings) -> Any:
     accelerator = make_accelerator(settings.sequence_parallelism())
     if not (accelerator.is_main_process and sys.stderr.isatty()):
         disable_progress_bar()  # the bars of loading and saving
+        disable_progress_bars()  # of reading data, which any process may do for all
     return accelerator
 
 
