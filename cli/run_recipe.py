@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 from longctx_patch.cli.patch_options import PatchOptions
 from longctx_patch.recipes.data.held_out import check_evaluation
@@ -16,7 +16,6 @@ from longctx_patch.recipes.data.text_reading import text_of
 from longctx_patch.recipes.settings import ModelSettings, Parallelism, Settings
 
 RecipeName = Literal["finetune", "sft", "dpo"]
-RECIPES: tuple[RecipeName, ...] = get_args(RecipeName)
 LEARNING_RATES = {("sft", True): 2e-4, ("sft", False): 2e-5, ("dpo", True): 1e-5}
 """TRL's defaults, and ten times as much for an adapter, as TRL advises; by (recipe, adapter)."""
 SAVE_STEPS = 25
