@@ -26,7 +26,7 @@ from longctx_patch.cli.train import train_command
 from longctx_patch.cli.verify import verify_command
 from longctx_patch.health.last_words import words_of
 from longctx_patch.recipes.quiet import quiet_libraries
-from longctx_patch.user_cache import user_cache
+from longctx_patch.rules.user_cache import user_cache
 
 GROUPS = {
     "Every run": (

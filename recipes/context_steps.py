@@ -7,9 +7,9 @@ from typing import Any
 from longctx_patch.evaluation.context_evaluation import ContextEvaluation, PreparedEvaluation
 from longctx_patch.evaluation.scores import ContextScores
 from longctx_patch.hf.handle import PatchHandle
-from longctx_patch.plugin.together import own_rank
 from longctx_patch.recipes.evaluate import tasks_of, tasks_problem, write_scores
 from longctx_patch.recipes.settings import ModelSettings
+from longctx_patch.rules.together import own_rank
 from longctx_patch.trainer.context_scores import ContextEvaluationCallback, entry_of
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from longctx_patch.checkpoints.fingerprint import Change, Fingerprint, changes, plain
 from longctx_patch.checkpoints.output_folder import Output
-from longctx_patch.plugin.together import of_all_ranks, own_rank, refuse_together
 from longctx_patch.recipes.identity import defaults_of
 from longctx_patch.recipes.run_record import ended_record
+from longctx_patch.rules.together import of_all_ranks, own_rank, refuse_together
 
 
 def is_over(output: Output, now: Fingerprint, settings: Any, length: Mapping[str, object]) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import huggingface_hub
 
-from longctx_patch.plugin.together import refuse_together
+from longctx_patch.rules.together import refuse_together
 
 
 def require_repository(name: str, *, private: bool, asks: bool) -> None:

@@ -19,10 +19,10 @@ from longctx_patch.checkpoints.fingerprint import (
 from longctx_patch.checkpoints.train_state import read_run
 from longctx_patch.families.load_config import is_bare_config
 from longctx_patch.health.agreement import versions
-from longctx_patch.plugin.together import own_rank, refuse_together
 from longctx_patch.recipes.data.sources import parts_of
 from longctx_patch.recipes.run_record import WEIGHT_FILES
 from longctx_patch.recipes.settings import PARALLELISM, ModelSettings
+from longctx_patch.rules.together import own_rank, refuse_together
 
 # Settings that may differ between a run and its resumption without changing any number.
 FREE = {

@@ -8,11 +8,11 @@ from typing import Any
 from transformers import TrainingArguments
 
 from longctx_patch.checkpoints.fingerprint import revision_of
-from longctx_patch.plugin.together import own_rank
 from longctx_patch.recipes.data.sources import parts_of
 from longctx_patch.recipes.data.token_table import lengths_of
 from longctx_patch.recipes.identity import fingerprint
 from longctx_patch.recipes.trl_settings import TrlSettings
+from longctx_patch.rules.together import own_rank
 
 SHARED = (
     *("max_steps", "num_train_epochs", "learning_rate", "lr_scheduler_type", "warmup_steps"),

@@ -10,9 +10,9 @@ from longctx_patch.checkpoints.output_folder import Output
 from longctx_patch.checkpoints.series import trainer_checkpoints_of
 from longctx_patch.checkpoints.signals import Agreement, StopSignals
 from longctx_patch.checkpoints.train_state import write_run
-from longctx_patch.plugin.together import own_rank
 from longctx_patch.recipes.run_record import RECORD_FILE
 from longctx_patch.recipes.trl_settings import TrlSettings
+from longctx_patch.rules.together import own_rank
 
 
 def output_of(settings: TrlSettings, args: Any) -> Output:

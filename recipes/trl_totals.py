@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from longctx_patch.plugin.together import num_ranks, of_all_ranks, own_rank
+from longctx_patch.rules.together import num_ranks, of_all_ranks, own_rank
 
 NAME = "longctx_patch_totals"
 """Among the states of callbacks in a checkpoint's trainer_state.json."""

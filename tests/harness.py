@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from longctx_patch.processes import run_processes
+from longctx_patch.transport.processes import run_processes
 
 
 def run_distributed(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from longctx_patch.cli.main import main as longctx
-from longctx_patch.processes import forking
+from longctx_patch.transport.processes import forking
 
 OURS = ("ACCELERATE_", "PARALLELISM_")
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from longctx_patch import LongContextConfig, SequenceShardCollator, patch
-from longctx_patch.processes import run_processes
+from longctx_patch.transport.processes import run_processes
 from longctx_patch.verification.reference import one_thread, relative_error
 
 NUM_TOKENS, NUM_RANKS = 1500, 2

@@ -16,9 +16,9 @@ PACKAGE = ROOT / "longctx_patch"
 # From the lowest floor up; rooms of one floor don't import each other. A file of the package itself
 # is a room of its own; `__init__` exports public names of all rooms below it.
 FLOORS = (
-    ("rules", "processes", "user_cache"),
+    ("rules",),
     ("sequence", "transport", "memory", "evaluation/tasks"),
-    ("plans", "kernels"),
+    ("plans", "kernels", "health"),
     ("plans/generators", "plans/verify", "kernels/backends", "loss"),
     ("config",),
     ("engine/chain",),
@@ -26,7 +26,7 @@ FLOORS = (
     ("planner",),
     ("operator",),
     ("plugin", "hf/model"),
-    ("hf/layers", "health"),
+    ("hf/layers",),
     ("hf/call",),
     ("hf/loss",),
     ("hf",),

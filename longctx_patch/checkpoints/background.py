@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from longctx_patch.health.last_words import say as say_here
 from longctx_patch.health.weights import own_part
 from longctx_patch.memory.host import available_bytes
-from longctx_patch.plugin.together import num_ranks, of_all_ranks, own_rank
+from longctx_patch.rules.together import num_ranks, of_all_ranks, own_rank
 
 SPARE = 1.2
 """Times what is needed, the host has to have free: other programs need some too."""

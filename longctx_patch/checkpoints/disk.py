@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from longctx_patch.plugin.together import own_rank
+from longctx_patch.rules.together import own_rank
 
 from .series import Series
 

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from longctx_patch.health.replicas import ReplicaCheck
 from longctx_patch.health.weights import check_saved_weights
-from longctx_patch.plugin.together import own_rank
+from longctx_patch.rules.together import own_rank
 
 from .background import BesideTraining, whole_bytes
 from .series import Retention, Series, delete_old

@@ -22,7 +22,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO
 
-from longctx_patch.plugin.together import of_all_ranks, own_rank, refuse_together
+from longctx_patch.rules.together import of_all_ranks, own_rank, refuse_together
 
 LOCK_FILE = ".lock"
 BEAT_S = 10.0

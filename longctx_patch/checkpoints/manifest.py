@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torch.distributed import ProcessGroup
 
-from longctx_patch.plugin.together import num_ranks, of_all_ranks, own_rank
+from longctx_patch.rules.together import num_ranks, of_all_ranks, own_rank
 
 from .whole_files import sync_folder, write_whole
 

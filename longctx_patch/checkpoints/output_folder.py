@@ -8,8 +8,8 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 
-from longctx_patch.plugin.together import own_rank, refuse_together
 from longctx_patch.rules.names import require_choice
+from longctx_patch.rules.together import own_rank, refuse_together
 
 from .lock import LOCK_FILE
 from .manifest import MANIFEST

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from longctx_patch.plugin.together import of_all_ranks, own_rank
+from longctx_patch.rules.together import of_all_ranks, own_rank
 
 from .manifest import BEGUN, MANIFEST, MISSING, problems_of
 from .plain_pickle import not_plain

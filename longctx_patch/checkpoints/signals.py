@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from longctx_patch.plugin.together import num_ranks
+from longctx_patch.rules.together import num_ranks
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 STOPPED = frozenset(128 + number for number in STOP_SIGNALS)

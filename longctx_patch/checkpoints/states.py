@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed import ProcessGroup
 
-from longctx_patch.plugin.together import num_ranks
+from longctx_patch.rules.together import num_ranks
 
 from .plain_pickle import one_process_is_fine
 

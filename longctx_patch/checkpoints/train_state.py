@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from longctx_patch.health.finite import StepHistory
-from longctx_patch.plugin.together import of_all_ranks, own_rank
+from longctx_patch.rules.together import of_all_ranks, own_rank
 
 from .manifest import begin, seal
 from .plain_pickle import MetadataReader, load_plain

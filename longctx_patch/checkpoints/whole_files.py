@@ -37,7 +37,7 @@ def replaced(folder: Path) -> Iterator[Path]:
 
     Every process calls this, and writes what it has to.
     """
-    from longctx_patch.plugin.together import of_all_ranks, own_rank  # with torch, seconds
+    from longctx_patch.rules.together import of_all_ranks, own_rank  # with torch, seconds
 
     beside = folder.with_name(f"{folder.name}.incomplete")
     if own_rank() == 0:

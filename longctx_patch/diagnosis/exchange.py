@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longctx_patch.diagnosis.packages import Check
-from longctx_patch.processes import ProcessesFailedError, run_processes
 from longctx_patch.transport import Message, ProcessGroupTransport
+from longctx_patch.transport.processes import ProcessesFailedError, run_processes
 
 GB = 10**9
 _GPU_BYTES, _CPU_BYTES = 2**28, 2**22

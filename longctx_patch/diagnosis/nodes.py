@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from longctx_patch.diagnosis.exchange import exchange, failure, success
 from longctx_patch.diagnosis.packages import Check
-from longctx_patch.processes import ProcessesFailedError, run_processes
+from longctx_patch.transport.processes import ProcessesFailedError, run_processes
 
 _CAUSES = (
     "NCCL_DEBUG=INFO shows where it stops; usual causes: a firewall between nodes, a launcher that "

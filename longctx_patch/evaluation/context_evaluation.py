@@ -30,7 +30,7 @@ from longctx_patch.health.agreement import require_agreement
 from longctx_patch.health.watchdog import Watchdog
 from longctx_patch.hf.call.inputs import vocabulary_problem
 from longctx_patch.hf.handle import PatchHandle
-from longctx_patch.plugin.together import of_all_ranks, own_rank, refuse_together
+from longctx_patch.rules.together import of_all_ranks, own_rank, refuse_together
 
 Text = str | Sequence[int]
 """A document, or its token ids."""

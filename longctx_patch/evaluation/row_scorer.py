@@ -11,7 +11,7 @@ from longctx_patch.health.watchdog import Watchdog
 from longctx_patch.hf.handle import PatchHandle, evaluation_mode
 from longctx_patch.hf.sentinel import computing_device
 from longctx_patch.loss.law import IGNORE_INDEX
-from longctx_patch.plugin.together import num_ranks, of_all_ranks, own_rank
+from longctx_patch.rules.together import num_ranks, of_all_ranks, own_rank
 
 Batch = Mapping[str, Any]
 """Whole rows: `input_ids` and `labels` `[B, L]`, as `PatchHandle.label_scores` takes them."""

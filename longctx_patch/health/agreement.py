@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longctx_patch.plugin.together import of_all_ranks
+from longctx_patch.rules.together import of_all_ranks
 
 PACKAGES = ("longctx-patch", "torch", "transformers", "accelerate", "peft", "trl", "numpy")
 MOST_FIELDS, MOST_CHARACTERS = 8, 60

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from longctx_patch.health.finite import OnTheWay, gathered
-from longctx_patch.plugin.together import num_ranks, of_all_ranks, own_rank
+from longctx_patch.rules.together import num_ranks, of_all_ranks, own_rank
 
 SLOW, VERY_SLOW = 0.9, 0.7
 """Shares of the usual rate at which a device is a warning, and a failure."""

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from longctx_patch.health.finite import OnTheWay, gathered
 from longctx_patch.health.weights import own_part
-from longctx_patch.plugin.together import num_ranks, of_all_ranks
+from longctx_patch.rules.together import num_ranks, of_all_ranks
 
 PARTS = 24
 """Weights that differ since a step are summed within as many steps, exchanged within as many more,

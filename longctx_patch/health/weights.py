@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from longctx_patch.plugin.together import own_rank, refuse_together
+from longctx_patch.rules.together import own_rank, refuse_together
 
 
 def own_part(tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from longctx_patch.health.weights import first_non_finite_weight, own_part
 from longctx_patch.memory.random_state import RandomState
-from longctx_patch.plugin.together import of_all_ranks, own_rank
+from longctx_patch.rules.together import of_all_ranks, own_rank
 
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from longctx_patch.hf.handle import PatchHandle, evaluation_mode
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.memory.random_state import RandomState
-from longctx_patch.plugin.together import of_all_ranks
+from longctx_patch.rules.together import of_all_ranks
 
 TOKENS = 512
 """Length of a slice, at most."""

@@ -22,9 +22,9 @@ from longctx_patch.plugin.fsdp import exact_mixed_precision, keep_gradients_shar
 from longctx_patch.plugin.gloo_interface import choose_gloo_interface
 from longctx_patch.plugin.parallelism import SequenceParallelismConfig, data_parallel_sizes
 from longctx_patch.plugin.siblings import wait_for_siblings
-from longctx_patch.plugin.together import of_all_ranks
 from longctx_patch.plugin.unread import is_unread, load_sharded
 from longctx_patch.rules.launched import announced_processes, flag
+from longctx_patch.rules.together import of_all_ranks
 from longctx_patch.rules.world import require_whole_groups
 
 

@@ -43,7 +43,7 @@ from longctx_patch.families.stored_weights import (
 from longctx_patch.families.text_part import auto_class, text_weights
 from longctx_patch.plugin.random_weights import RandomWeights, can_draw, drawn_seed
 from longctx_patch.plugin.stored_check import model_without_memory
-from longctx_patch.plugin.together import refuse_together
+from longctx_patch.rules.together import refuse_together
 
 _ATTRIBUTE = "_longctx_unread"
 Slots = dict[str, tuple[nn.Module, str]]

@@ -7,7 +7,7 @@ from transformers import TrainerCallback
 from longctx_patch.evaluation.context_evaluation import ContextEvaluation, PreparedEvaluation
 from longctx_patch.evaluation.scores import ContextScores
 from longctx_patch.hf.handle import PatchHandle
-from longctx_patch.plugin.together import refuse_together
+from longctx_patch.rules.together import refuse_together
 from longctx_patch.trainer.log_entries import add_entry
 
 PREFIX = "eval_context"

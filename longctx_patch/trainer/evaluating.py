@@ -9,7 +9,7 @@ from torch import nn
 from transformers.trainer_pt_utils import find_batch_size
 
 from longctx_patch.hf.handle import PatchHandle
-from longctx_patch.plugin.together import refuse_together
+from longctx_patch.rules.together import refuse_together
 from longctx_patch.trainer.axis import num_processes
 from longctx_patch.trainer.evaluation import (
     GroupGather,

@@ -9,8 +9,8 @@ from torch import nn
 from longctx_patch.hf.call.image_rows import PIXELS
 from longctx_patch.hf.handle import PatchHandle
 from longctx_patch.hf.model import transformers_api
-from longctx_patch.plugin.together import of_all_ranks
 from longctx_patch.rules.launched import flag
+from longctx_patch.rules.together import of_all_ranks
 from longctx_patch.trainer.axis import num_processes
 from longctx_patch.trainer.refusals import trl_trainers
 

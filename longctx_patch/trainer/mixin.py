@@ -27,10 +27,10 @@ from longctx_patch.plugin.accelerator import (
 from longctx_patch.plugin.buckets import settle_when_prepared
 from longctx_patch.plugin.fsdp import exact_mixed_precision, keep_gradients_sharded
 from longctx_patch.plugin.parallelism import data_parallel_sizes
-from longctx_patch.plugin.together import refuse_together
 from longctx_patch.rules.gone import refuse_gone
 from longctx_patch.rules.launched import flag
 from longctx_patch.rules.number_rules import number_problems
+from longctx_patch.rules.together import refuse_together
 from longctx_patch.rules.versions import warn_untested
 from longctx_patch.rules.world import require_whole_groups
 from longctx_patch.trainer.axis import num_processes, trainer_parallelism

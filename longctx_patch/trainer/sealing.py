@@ -29,7 +29,7 @@ from longctx_patch.checkpoints.series import (
     trainer_checkpoints_of,
 )
 from longctx_patch.health.watchdog import Watchdog
-from longctx_patch.plugin.together import of_all_ranks, own_rank, refuse_together
+from longctx_patch.rules.together import of_all_ranks, own_rank, refuse_together
 from longctx_patch.trainer.record import promises_manifest
 from longctx_patch.trainer.saved_states import SavedStatesMixin, Write, beside_training
 

@@ -15,7 +15,7 @@ from longctx_patch.health.pace import PaceCheck
 from longctx_patch.health.replicas import ReplicaCheck
 from longctx_patch.health.watchdog import Watchdog
 from longctx_patch.hf.sentinel import TOKENS, Sentinel
-from longctx_patch.plugin.together import of_all_ranks, refuse_together
+from longctx_patch.rules.together import of_all_ranks, refuse_together
 from longctx_patch.trainer.log_entries import add_entry
 
 SENTINEL_ERROR = "sentinel_error"

@@ -1,6 +1,6 @@
 """Proof that a patched model computes what one process would, on CPU without weights or network."""
 
-from longctx_patch.processes import ProcessesFailedError, run_processes
+from longctx_patch.transport.processes import ProcessesFailedError, run_processes
 from longctx_patch.verification.cases import TOLERANCES, CaseResult, Report, all_configs
 from longctx_patch.verification.proof import verify
 from longctx_patch.verification.shrink import shrink_config

@@ -23,9 +23,9 @@ from longctx_patch.hf.call.row import ShardedRow
 from longctx_patch.hf.handle import PatchHandle
 from longctx_patch.hf.patching import patch
 from longctx_patch.plans.traffic import Traffic
-from longctx_patch.processes import run_processes
 from longctx_patch.rules.names import require_choice
 from longctx_patch.sequence.documents import Documents
+from longctx_patch.transport.processes import run_processes
 from longctx_patch.verification.cases import TOLERANCES, CaseResult, Errors, Report, plan_name
 from longctx_patch.verification.reference import (
     Reference,

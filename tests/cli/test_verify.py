@@ -12,9 +12,9 @@ from transformers import LlamaConfig
 from longctx_patch import LongContextConfig
 from longctx_patch.cli import verify
 from longctx_patch.engine.accumulate import SoftmaxMerge
-from longctx_patch.processes import run_processes
 from longctx_patch.sequence.layout import Layout
 from longctx_patch.transport import Counters
+from longctx_patch.transport.processes import run_processes
 from longctx_patch.verification import proof
 from longctx_patch.verification.proof import run_rank
 from tests.cli.conftest import Run

@@ -9,8 +9,8 @@ import torch
 from longctx_patch.diagnosis import exchange as module
 from longctx_patch.diagnosis.exchange import check_exchange, exchange
 from longctx_patch.diagnosis.packages import Check
-from longctx_patch.processes import run_processes
 from longctx_patch.transport import ProcessGroupTransport
+from longctx_patch.transport.processes import run_processes
 from longctx_patch.transport.protocol import Done
 
 LIMIT_S = 200.0

@@ -12,7 +12,7 @@ from longctx_patch.diagnosis.nodes import (
     check_world,
     launched,
 )
-from longctx_patch.processes import run_processes
+from longctx_patch.transport.processes import run_processes
 from tests.meeting import unused_port
 
 VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -10,7 +10,7 @@ from longctx_patch.families.stored_tensors import BLOCK_BYTES, READERS
 from longctx_patch.planner.job import parse_cluster
 from longctx_patch.planner.model_shape import shape_of
 from longctx_patch.planner.step_memory import LAYER_OBJECTS_BYTES, loading_bytes
-from longctx_patch.processes import run_processes
+from longctx_patch.transport.processes import run_processes
 from tests.planner import host_memory
 from tests.planner.jobs import candidate, llama_job, llama_shape
 

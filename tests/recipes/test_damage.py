@@ -12,8 +12,8 @@ import torch
 
 from longctx_patch.checkpoints.manifest import MANIFEST, names_in, seal
 from longctx_patch.checkpoints.series import Series, newest_good, steps_of
-from longctx_patch.plugin.together import own_rank
 from longctx_patch.recipes import finetune
+from longctx_patch.rules.together import own_rank
 from tests.harness import run_distributed
 
 RANDOM = random.Random(22)

@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, set_seed
 
-from longctx_patch.processes import ProcessesFailedError
 from longctx_patch.recipes import dpo, sft, trl_run
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.trl_callbacks import SAMPLES_FILE
 from longctx_patch.recipes.trl_saving import StopCallback
+from longctx_patch.transport.processes import ProcessesFailedError
 from tests.health.flaw import Flaw
 from tests.launching import run_longctx
 from tests.plugin.launched import run_launched

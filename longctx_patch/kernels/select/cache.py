@@ -13,7 +13,7 @@ import torch
 
 from longctx_patch.kernels.base import KernelRequest, dtype_name
 from longctx_patch.kernels.select.probe import Measured
-from longctx_patch.user_cache import user_cache
+from longctx_patch.rules.user_cache import user_cache
 
 _METHOD = "probe 2"  # raise the number when measurements of older versions no longer hold
 

@@ -9,7 +9,6 @@ import datasets
 import numpy as np
 import pytest
 
-from longctx_patch.processes import run_processes
 from longctx_patch.recipes.data import readers, text_reading, windows
 from longctx_patch.recipes.data.losses import Losses
 from longctx_patch.recipes.data.records import BadRecord
@@ -17,6 +16,7 @@ from longctx_patch.recipes.data.text_reading import TextReading, documents_of, t
 from longctx_patch.recipes.models import byte_tokenizer
 from longctx_patch.recipes.text_rows import joined_rows
 from longctx_patch.recipes.text_sources import stream_of
+from longctx_patch.transport.processes import run_processes
 
 
 def documents(*sources: Path | str) -> list[str]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from longctx_patch.processes import ProcessesFailedError, run_processes
+from longctx_patch.transport.processes import ProcessesFailedError, run_processes
 
 
 def total(rank: int, factor: int) -> int:
