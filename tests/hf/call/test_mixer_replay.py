@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
-from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from longctx_patch import LongContextConfig, PatchHandle
@@ -18,7 +17,6 @@ from longctx_patch.hf.model.transformers_api import CALL_KEY, recurrent_modules
 from longctx_patch.planner.recurrent_cost import row_of
 from longctx_patch.plans.recurrent import RecurrentWay
 from longctx_patch.plans.traffic import Traffic
-from longctx_patch.verification.shrink import keep_float64
 from tests.hf.by_documents import stock_step
 from tests.hf.call.test_mixers import DOCUMENTS, LENGTH, assert_exact
 from tests.hf.float64 import in_float64
@@ -121,17 +119,3 @@ def test_heads_travel_again_and_the_rings_states_do_not(case: Case) -> None:
     model = in_float64("qwen3_5_text")
     for lengths in (DOCUMENTS, (LENGTH,)):
         assert_sent(model, case, lengths, "heads")
-
-
-TARGETS = {"mixers": ["in_proj_qkv", "out_proj"], "others": ["up_proj"]}
-
-
-@pytest.mark.parametrize("targets", TARGETS)
-def test_adapters_on_and_beside_recurrent_layers(targets: str) -> None:
-    """With adapters on MLPs alone, the first recurrent layer has no backward; its recompute runs
-    through it nevertheless, and takes what was kept."""
-    lora = LoraConfig(target_modules=TARGETS[targets], r=3, init_lora_weights=False)
-    model: Any = get_peft_model(in_float64("qwen3_5_text"), lora)
-    keep_float64(model.get_base_model())
-    for case in (CASES[0], CASES[1]._replace(options=CASES[1].options | {"ring_degree": 3})):
-        assert_sent(model, case, DOCUMENTS, "states")
