@@ -36,8 +36,12 @@ from report import (
     write_lines,
 )
 
-from longctx_patch import Workload, explain
+from longctx_patch import Workload
 from longctx_patch.config import HardwareName
+from longctx_patch.planner.attention_cost import predict
+from longctx_patch.planner.degrees import decide
+from longctx_patch.planner.machines import MACHINES
+from longctx_patch.plans import Direction
 
 PEERS = ("ideal", "ours", "torch_cp", "ulysses")
 HEADS = ("32/8", "32/32", "28/4")
@@ -165,8 +169,8 @@ def predicted_seconds(row: Row, problem: Problem, hardware: HardwareName) -> flo
         lengths=problem.lengths or (),
         window=problem.window,
     )
-    chosen = [found.prediction for found in explain(config, workload).rows if found.chosen]
-    return sum(prediction.makespan_s for prediction in chosen)
+    setting, machine = decide(config, workload), MACHINES[hardware]
+    return sum(predict(setting, way, workload, machine).makespan_s for way in Direction)
 
 
 COLUMNS = (

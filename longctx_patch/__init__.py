@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from longctx_patch.loss.law import count_valid_tokens
     from longctx_patch.operator import attention
     from longctx_patch.planner.attention_cost import Workload
-    from longctx_patch.planner.compare import compare, explain
+    from longctx_patch.planner.compare import compare
     from longctx_patch.plugin import (
         SequenceParallelismConfig,
         accelerate_yaml,
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _NAMES_IN = {
-    "planner.compare": ("compare", "explain"),
+    "planner.compare": ("compare",),
     "config": ("LongContextConfig",),
     "data": ("SequenceShardCollator", "pack_rows"),
     "engine.groups": ("SequenceGroup", "make_sequence_group", "virtual_group", "world_place"),
@@ -151,7 +151,6 @@ __all__ = [
     "compare_scores",
     "count_valid_tokens",
     "evaluate_context",
-    "explain",
     "fuse_layers",
     "make_accelerator",
     "make_sequence_group",
@@ -178,7 +177,8 @@ def __getattr__(name: str) -> Any:
     if name == "masks":
         return import_module(f"{__name__}.sequence.masks")
     if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        why = import_module(f"{__name__}.rules.gone").GONE_NAMES.get(name, "")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}. {why}".rstrip(" ."))
     return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
 
 

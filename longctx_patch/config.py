@@ -48,7 +48,7 @@ class LongContextConfig:
 
     plan: str = "auto"
     """Schedule of the ring part (`longctx_patch.plans`). `auto`: a rule takes one of the plans made
-    for the layout (`longctx_patch.explain` compares it with the others), or `halo` where the mask
+    for the layout (`longctx_patch.compare` has them side by side), or `halo` where the mask
     leaves blocks out, as that of packed documents does. Layers with a sliding window always run
     `halo`, which sends only what is inside the window."""
 

@@ -58,3 +58,5 @@ def test_every_public_name_loads() -> None:
 def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'pach'"):
         longctx_patch.pach  # noqa: B018
+    with pytest.raises(AttributeError, match=r"'explain'. Use longctx_patch.compare"):
+        longctx_patch.explain  # noqa: B018

@@ -13,10 +13,9 @@ from longctx_patch.planner.degrees import (
     decide,
     ring_ranks_in_node,
     serves,
-    settings_of,
     ways,
 )
-from longctx_patch.planner.machines import MACHINES, Hardware
+from longctx_patch.planner.machines import Hardware
 from longctx_patch.planner.recurrent_cost import RecurrentWork
 from longctx_patch.plans import Direction
 from longctx_patch.plans.generators.setting import Setting
@@ -122,32 +121,14 @@ def compare(
     return Comparison(tuple(row for d in directions for row in _rows(asked, others, d)))
 
 
-def explain(
-    config: LongContextConfig,
-    workload: Workload,
-    directions: Sequence[Direction] = tuple(Direction),
-) -> Comparison:
-    """What a config runs, beside all plans that its degrees, layout and hardware allow.
-
-    With `plan="auto"` the chosen rows are those of the rule that calls follow.
-    """
-    hardware = MACHINES[config.hardware]
-    chosen = decide(config, workload)
-    others: list[Setting] = []
-    if workload.is_causal or config.ring_degree == 1:
-        others = settings_of(config, hardware)
-    asked = _Question(chosen, workload, hardware, None)
-    return Comparison(tuple(row for d in directions for row in _rows(asked, others, d)))
-
-
 class _Question(NamedTuple):
     """What is compared, and what was decided."""
 
     chosen: Setting
     workload: Workload
     hardware: Hardware
-    allowed_ulysses: frozenset[int] | None
-    """Ulysses degrees that may be chosen; None: a config names what runs."""
+    allowed_ulysses: frozenset[int]
+    """Ulysses degrees that may be chosen."""
 
 
 class _Candidate(NamedTuple):
@@ -221,8 +202,6 @@ def _reason(candidate: _Candidate, winner: _Candidate, asked: _Question) -> str:
         return f"{slower:.1%} slower"
     how = f"{-slower:.1%} faster" if slower < -TIE else "as fast"
     ulysses = candidate.setting.ulysses_degree
-    if asked.allowed_ulysses is None:
-        return f"{how}, but not what the config runs"
     if ulysses not in asked.allowed_ulysses:
         return f"{how}, but Ulysses would send key-value heads twice or leave the node"
     if slower >= -TIE and ulysses < winner.setting.ulysses_degree:

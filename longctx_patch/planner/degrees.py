@@ -29,7 +29,7 @@ from longctx_patch.planner.machines import MACHINES, Hardware
 from longctx_patch.planner.recurrent_cost import RecurrentWork, predict_decided, recompute_of
 from longctx_patch.plans import Direction
 from longctx_patch.plans.generators.setting import Setting
-from longctx_patch.plans.generators.table import PLANS, has_full_nodes
+from longctx_patch.plans.generators.table import PLANS
 from longctx_patch.sequence.layout import LayoutName
 
 TIE = 0.015
@@ -98,29 +98,6 @@ def decide(
 def serves(plan: str, direction: Direction) -> bool:
     """Whether a plan has a direction."""
     return direction in PLANS[plan].directions
-
-
-def settings_of(config: LongContextConfig, hardware: Hardware) -> list[Setting]:
-    """The plans of the config's layout, or one if there is no ring."""
-    per_node = config.ranks_per_node or ring_ranks_in_node(config.ulysses_degree, hardware)
-    asked = (config.plan, config.backward_plan)
-    plans = [
-        plan
-        for plan, record in PLANS.items()
-        if config.placement in record.layouts
-        and (not record.is_sparse or plan in asked)
-        and (not record.needs_full_nodes or has_full_nodes(config.ring_degree, per_node))
-    ]
-    return [
-        Setting(
-            plan=plan,
-            layout=config.placement,
-            ulysses_degree=config.ulysses_degree,
-            ring_degree=config.ring_degree,
-            ranks_per_node=per_node,
-        )
-        for plan in (plans[:1] if config.ring_degree == 1 else plans)
-    ]
 
 
 def ring_ranks_in_node(ulysses_degree: int, hardware: Hardware) -> int:

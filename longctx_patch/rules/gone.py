@@ -1,4 +1,4 @@
-"""Settings that went: each is refused by its name, with the reason."""
+"""Settings and public names that went: each is refused by its name, with the reason."""
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -12,6 +12,11 @@ GONE_SETTINGS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Why a setting went and what to do instead, by its name."""
+
+GONE_NAMES: Mapping[str, str] = MappingProxyType(
+    {"explain": "Use longctx_patch.compare, or `longctx schedule --plan auto` for what runs"}
+)
+"""The same for public names of the package."""
 
 
 def refuse_gone(names: Iterable[str]) -> None:

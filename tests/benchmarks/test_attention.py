@@ -14,7 +14,8 @@ import torch
 from operators import Job
 from report import read_lines
 
-from longctx_patch import LongContextConfig, Workload, explain
+from longctx_patch import Workload, compare
+from longctx_patch.planner.machines import MACHINES
 from tests.harness import run_distributed
 
 CPU = torch.device("cpu")
@@ -141,9 +142,10 @@ def test_ours_stand_beside_what_was_predicted() -> None:
     ours = {"peer": "ours", "candidate": "ring=4,plan=zigzag", "problem": str(problem)}
     rows = [ours | {"status": "ok"}, ours | {"status": "wrong"}, {"peer": "alst", "status": "ok"}]
     (mine, *others) = attention_benchmark.with_predictions(rows, [problem], {"device": "X H200"})
-    config = LongContextConfig(ring_degree=4, plan="zigzag", hardware="h200")
-    found = explain(config, Workload(num_tokens=65536)).rows
-    directions = [row.prediction.makespan_s for row in found if row.prediction.plan == "zigzag"]
+    found = [
+        row.prediction for row in compare(Workload(num_tokens=65536), MACHINES["h200"], 4).rows
+    ]
+    directions = [p.makespan_s for p in found if (p.plan, p.ulysses_degree) == ("zigzag", 1)]
     assert len(directions) == 2
     assert mine["predicted_s"] == pytest.approx(sum(directions))
     assert others == rows[1:]

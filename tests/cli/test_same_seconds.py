@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from longctx_patch import LongContextConfig, explain
 from longctx_patch.cli.decisions import PatchOptions, decide
 from longctx_patch.cli.patch import patch_command
-from longctx_patch.planner.attention_cost import Workload
 from tests.cli.conftest import Run
 from tests.planner.jobs import LLAMA_8B
 
@@ -21,16 +19,6 @@ def scheduled_s(run: Run, model: Path, kind: str, degrees: tuple[int, int]) -> f
     words += ["--hardware", kind, "--seq-len", TOKENS, "--json", model]
     ways = [run("schedule", *words, "--direction", way) for way in ("forward", "backward")]
     return sum(float(json.loads(result.stdout)["makespan_s"]) for result in ways)
-
-
-def explained_s(kind: str, degrees: tuple[int, int]) -> float:
-    config = LongContextConfig(
-        ulysses_degree=degrees[0],
-        ring_degree=degrees[1],
-        hardware=kind,  # type: ignore[arg-type]
-    )
-    rows = explain(config, Workload(num_tokens=TOKENS)).rows
-    return sum(row.prediction.makespan_s for row in rows if row.chosen)
 
 
 def planned_s(run: Run, model: Path, gpus: str) -> tuple[float, tuple[int, int]]:
@@ -59,4 +47,3 @@ def test_every_command_predicts_the_same_attention(
     planned, degrees = planned_s(run, model, f"4x{kind}")
     assert patched_s(model, tmp_path / "run", f"4x{kind}") == pytest.approx(planned)
     assert scheduled_s(run, model, kind, degrees) == pytest.approx(planned)
-    assert explained_s(kind, degrees) == pytest.approx(planned)

@@ -7,7 +7,7 @@ import pytest
 
 from longctx_patch.config import LongContextConfig
 from longctx_patch.planner.attention_cost import Workload, predict
-from longctx_patch.planner.compare import compare, explain
+from longctx_patch.planner.compare import compare
 from longctx_patch.planner.degrees import best_way, decide
 from longctx_patch.plans import Direction
 from tests.planner.test_attention_cost import H200, WORKLOAD, masked
@@ -45,17 +45,6 @@ def test_masks_are_compared_over_what_sends_only_what_is_seen(
     assert config in str(comparison)
 
 
-@pytest.mark.parametrize("num_documents", [64, None])
-def test_explain_says_what_a_config_runs_for_a_mask(num_documents: int | None) -> None:
-    config = LongContextConfig(ring_degree=4, hardware="h200")
-    rows = explain(config, masked(num_documents)).rows
-    layout = "zigzag" if num_documents is None else "balanced"
-    assert [(row.prediction.plan, row.prediction.layout) for row in rows] == [("halo", layout)] * 2
-    assert all(row.chosen for row in rows)
-    ulysses = replace(config, ring_degree=1, ulysses_degree=4)
-    assert {row.prediction.plan for row in explain(ulysses, masked(64)).rows} == {"ulysses"}
-
-
 @pytest.mark.parametrize(
     ("workload", "ranks"),
     [
@@ -88,8 +77,3 @@ def test_what_may_not_be_chosen_says_why() -> None:
     few_heads = replace(WORKLOAD, num_kv_heads=1, num_tokens=16384)
     reasons = {r.prediction.plan: r.reason for r in compare(few_heads, H200, 4, [FORWARD]).rows}
     assert "but Ulysses would send key-value heads twice or leave" in reasons["ulysses"]
-
-
-def test_explain_marks_what_a_config_names() -> None:
-    rows = explain(LongContextConfig(ring_degree=4, plan="burst"), WORKLOAD).rows
-    assert [row.prediction.plan for row in rows if row.chosen] == ["zigzag", "burst"]

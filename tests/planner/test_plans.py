@@ -7,10 +7,11 @@ import pytest
 
 from longctx_patch.config import LongContextConfig
 from longctx_patch.planner.attention_cost import Workload, predict
-from longctx_patch.planner.degrees import decide, serves, settings_of
+from longctx_patch.planner.degrees import decide, serves
 from longctx_patch.planner.machines import MACHINES
 from longctx_patch.plans import Direction
-from longctx_patch.plans.generators.table import PLANS
+from longctx_patch.plans.generators.setting import Setting
+from longctx_patch.plans.generators.table import PLANS, has_full_nodes
 from longctx_patch.sequence.layout import LayoutName
 from tests.planner.test_attention_cost import WORKLOAD
 
@@ -50,6 +51,17 @@ def test_masks_run_what_sends_only_what_is_seen() -> None:
     assert decide(named, window).plan == "ring"
 
 
+def settings_of(layout: LayoutName, ring: int) -> list[Setting]:
+    """All plans of a layout over a ring without Ulysses, in nodes of 8."""
+    return [
+        Setting(plan=plan, layout=layout, ulysses_degree=1, ring_degree=ring, ranks_per_node=8)
+        for plan, record in PLANS.items()
+        if layout in record.layouts
+        and not record.is_sparse
+        and (not record.needs_full_nodes or has_full_nodes(ring, 8))
+    ]
+
+
 LENGTHS = {"zigzag": (2048, 16384, 131072), "striped": (16384,), "balanced": (16384,)}
 
 
@@ -66,7 +78,7 @@ def test_the_rule_is_as_fast_as_what_is_predicted_fastest(
         workload = Workload(num_tokens=ring * rank_tokens, num_kv_heads=num_kv_heads)
         seconds = {
             setting.plan: predict(setting, direction, workload, hardware).makespan_s
-            for setting in settings_of(config, hardware)
+            for setting in settings_of(layout, ring)
             if serves(setting.plan, direction) and not PLANS[setting.plan].gathers
         }
         taken = decide(config, workload).plan_of(direction)
@@ -77,7 +89,7 @@ def test_the_double_ring_beats_the_flat_one_across_nodes() -> None:
     workload, hardware = Workload(num_tokens=16 * 8192, num_kv_heads=32), MACHINES["h100"]
     seconds = {
         setting.plan: predict(setting, FORWARD, workload, hardware).makespan_s
-        for setting in settings_of(LongContextConfig(ring_degree=16), hardware)
+        for setting in settings_of("zigzag", 16)
         if setting.plan in ("zigzag", "double_ring")
     }
     assert seconds["double_ring"] < 0.8 * seconds["zigzag"]

@@ -7,14 +7,14 @@ generators, so a name that stands for another schedule fails. There are P ranks;
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from itertools import product
 
 import numpy as np
 import pytest
 
-from longctx_patch import LongContextConfig, Workload, explain
+from longctx_patch import LongContextConfig, Workload, compare
+from longctx_patch.planner.machines import MACHINES
 from longctx_patch.plans import (
     EVERYONE,
     AttentionShape,
@@ -313,6 +313,6 @@ def test_a_record_is_all_that_a_new_plan_takes(monkeypatch: pytest.MonkeyPatch) 
         assert verify_plan(plan).area == 48 * 49 // 2
     q, k = np.arange(48)[:, None], np.arange(48)
     assert_exact(Case(config, Masked("new", Documents.one(48), None, None, k <= q)))
-    rows = explain(replace(config, plan="auto", layout="contiguous"), Workload(num_tokens=48)).rows
+    rows = compare(Workload(num_tokens=48, num_heads=3, num_kv_heads=3), MACHINES["h100"], 3).rows
     directions = {r.prediction.direction for r in rows if r.prediction.plan == "all_at_once"}
     assert directions == {*Direction}
