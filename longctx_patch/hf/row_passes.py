@@ -32,6 +32,7 @@ from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.hf.call import image_rows
 from longctx_patch.hf.call.inputs import option_problem, vocabulary_problem
 from longctx_patch.hf.call.row import ShardedRow
+from longctx_patch.hf.call.stock_documents import OF_MASKS, check_one_document
 from longctx_patch.hf.counted import number_of, require_known_group
 from longctx_patch.hf.layers.checkpointing import GRADIENTS_IN_EVALUATION
 from longctx_patch.hf.loss.lm_head import computes_scores
@@ -111,6 +112,8 @@ class RowPasses:
     def _check_documents(self, given: Arguments) -> None:
         """Refuse documents that the stock path would not see, or that are said in two ways."""
         check_lengths_alone(given, self._stock)
+        if not self._stock.finds_documents:
+            check_one_document(given, OF_MASKS)
         if any(given.get(name) is not None for name in LENGTHS):
             try:
                 read_rows(given, self._stock)

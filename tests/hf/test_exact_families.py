@@ -7,7 +7,7 @@ read images in `test_images.py`.
 
 import pytest
 
-from longctx_patch import LongContextConfig
+from longctx_patch import LongContextConfig, patch
 from longctx_patch.families.family import CHUNKS, LATENT, RECURRENT
 from longctx_patch.hf.model.stock_model import MASKED_WITHOUT_POSITIONS
 from tests.hf.float64 import WAYS, assert_exact, in_float64, packed_row, padded_rows
@@ -44,3 +44,10 @@ def test_layers_that_share_keys_or_differ_in_their_heads(number: int) -> None:
 def test_packed_rows_whose_documents_would_see_each_other_are_refused(family: str) -> None:
     with pytest.raises(RuntimeError, match="would let them see each other"):
         assert_exact(in_float64(family), LongContextConfig(ring_degree=2), packed_row())
+    one, packed = in_float64(family), packed_row()
+    patch(one, LongContextConfig())
+    for mode in (one.train, one.eval):
+        mode()
+        with pytest.raises(ValueError, match="several documents in a row and transformers"):
+            one(**packed)
+    one.generate(packed["input_ids"], max_new_tokens=2, do_sample=False)

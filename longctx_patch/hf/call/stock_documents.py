@@ -1,7 +1,7 @@
-"""Packed rows on the stock path of a model with recurrent layers: refused.
+"""Packed rows on a stock path that does not keep their documents apart: refused.
 
-There transformers keeps documents apart in attention at most. A recurrence and a short convolution
-would carry what they have of one document into the next one, without an error.
+Recurrences and short convolutions of transformers carry what they have of one document into the
+next one, and masks of some families are made without positions, both without an error.
 """
 
 from collections.abc import Mapping
@@ -10,9 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+OF_STATES = (
+    "on the stock path, where recurrent layers of this model would carry the state of one into the "
+    "next. In evaluation call the model with labels within handle.sharing_evaluation(), which "
+    "keeps them apart, or give one document a row. In training leave attention_mask and the cache "
+    "out, and call the model, not its decoder."
+)
+OF_MASKS = (
+    "and transformers' own model of this type doesn't look for documents, so that they would see "
+    "each other. Give one document a row, padded on the right; or train on batches of "
+    "SequenceShardCollator with seq_lengths, which keep them apart."
+)
 
-def check_one_document(kwargs: Mapping[str, Any]) -> None:
-    """Raise ValueError for whole rows with several documents; `kwargs` are a decoder's.
+
+def check_one_document(kwargs: Mapping[str, Any], why: str = OF_STATES) -> None:
+    """Raise ValueError for whole rows with several documents; `kwargs` are a call's.
 
     Like transformers, which reads the same positions for its masks, this waits for the device, but
     not where one token at a time is generated.
@@ -24,13 +36,7 @@ def check_one_document(kwargs: Mapping[str, Any]) -> None:
         or _by_lengths(kwargs.get("seq_lengths"))
     )
     if said is not None:
-        raise ValueError(
-            f"{said}: several documents in a row on the stock path, where recurrent layers of this "
-            "model would carry the state of one into the next. In evaluation call the model with "
-            "labels within handle.sharing_evaluation(), which keeps them apart, or give one "
-            "document a row. In training leave attention_mask and the cache out, and call the "
-            "model, not its decoder."
-        )
+        raise ValueError(f"{said}: several documents in a row {why}")
 
 
 def _padding_mask(mask: Any) -> Tensor | None:
