@@ -171,8 +171,9 @@ class Teller:
         board.publish(self._make_beat())
         if self.alarm is None and self._mine is not None:
             self.alarm = board.raise_alarm(self._mine)
-            self._is_raised.set()
         self.alarm = self.alarm or board.alarm()
+        if self.alarm is not None:
+            self._is_raised.set()
         if self._looks or len(self.peers) < board.world:
             self._looks = False
             self.peers = board.everyone()

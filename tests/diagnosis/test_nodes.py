@@ -80,7 +80,7 @@ def test_a_rank_that_does_not_come_is_reported_and_nobody_waits_for_ever(
     clean.setenv("MASTER_ADDR", "127.0.0.1")
     clean.setenv("MASTER_PORT", port)
     mine = Member(Place(0, 2, 0, 2, "node", ("127.0.0.1", port)), (), {}, has_gpu=False)
-    members, (check,) = check_world(mine, 4)
+    members, (check,) = check_world(mine, 2)
     assert members == [mine]
     assert (check.name, check.state) == ("exchange", "failed")
     assert "1/2 clients joined" in check.found or "it hung" in check.found
