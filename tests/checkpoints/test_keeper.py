@@ -1,6 +1,7 @@
 """Checkpoints that are written while the training goes on, on one process."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -122,6 +123,21 @@ def test_what_could_not_be_written_ends_the_training(
     keeper.save(state)
     with pytest.raises(OSError, match="No space left"):
         keeper.save(state)
+
+
+def test_ctrl_c_waits_for_no_checkpoint(state: TrainState, make_keeper: MakeKeeper) -> None:
+    may_write = threading.Event()
+
+    def interrupted() -> None:
+        with make_keeper(lambda *_: may_write.wait(60)) as keeper:
+            keeper.save(state)
+            raise KeyboardInterrupt
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert time.monotonic() - began < 30
+    may_write.set()
 
 
 class Waits:

@@ -49,7 +49,6 @@ def refuse_patch(run: Run, tmp_path: Path, model: object, *words: object) -> str
             ["--sequence-degree", 3],
             ["--sequence-degree = 3 ranks per sequence, but 4", "1, 2, 4"],
         ),
-        ({}, ["--ulysses", 3, "--ring", 2], ["3 x --ring 2 = 6 ranks", "but 4", "1, 2, 4"]),
         (
             {},
             ["--ulysses", 2, "--ring", 2, "--sequence-degree", 2],
@@ -63,16 +62,10 @@ def refuse_patch(run: Run, tmp_path: Path, model: object, *words: object) -> str
             ["999 tokens", "reaches 256", "Replace its scaling (yarn x4 from 64): --rope theta"],
         ),
         ({}, ["--context", 32], ["context=32 with seq_len=64", "--context 64 or more"]),
-        ({}, ["--context", 512], ["512 tokens", "reaches 64", "--rope theta or --rope yarn"]),
         (
             {},
             ["--context", 512, "--allow-beyond-reach"],
             ["context=512 with allow_beyond_reach", "or give --rope"],
-        ),
-        (
-            {},
-            ["--context", 512, "--rope", "yarn", "--rope-theta", 1e6],
-            ["rope theta 1000000.0 with rope kind 'yarn'", "belongs to theta"],
         ),
         (
             {},
@@ -89,7 +82,6 @@ def refuse_patch(run: Run, tmp_path: Path, model: object, *words: object) -> str
             ["--context", 512, "--rope", "longrope", "--rope-factors", __file__],
             ["test_bad_input.py: it can't be read"],
         ),
-        ({}, ["--rope", "yarn"], ["already reaches 64", "leave --rope out"]),
         (
             {},
             ["--rope-factor", 2],
@@ -102,8 +94,6 @@ def refuse_patch(run: Run, tmp_path: Path, model: object, *words: object) -> str
         ),
         ({"vocab_size": 200, "pad_token_id": None}, [], ["258 tokens", "vocab_size=200"]),
         ({}, ["--rank", 8, "--full"], ["--rank 8 with --full", "Use --lora"]),
-        ({}, ["--also-train", "norms", "--full"], ["also_train=norms with full", "--lora"]),
-        ({}, ["--also-train", "head"], ["also_train='head'", "embeddings, norms"]),
         ({}, ["--shifted-group", 64, "--dpo"], ["--shifted-group 64 with --dpo", "Leave it out"]),
         ({}, ["--shifted-group", "1K"], ["shifted_group=1024 with seq_len=", "quarter"]),
         ({}, ["--states-on-host", "--cpu"], ["--states-on-host with --cpu", "use one of them"]),

@@ -43,10 +43,6 @@ SAYS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         lambda job: ["--data", str(write(job / "empty.jsonl", []))],
         "empty.jsonl: no text in it",
     ),
-    "nothing learned": (
-        lambda job: ["--data", str(write(job / "user.jsonl", [{"messages": [user()]}]))],
-        "user.jsonl, line 1: none of its .* tokens is learned",
-    ),
     "other vocabulary": (
         lambda job: ["--data", str(write(job / "ids.jsonl", [{"input_ids": [3, 4000]}]))],
         "ids.jsonl, line 1: input_ids.1. is 4000, and the model has vocab_size=",
@@ -112,7 +108,6 @@ FLAGS: dict[str, tuple[list[str], str]] = {
     ),
     "length": (["--max-length", "50"], "max_length=50 with seq_len=96"),
     "shares": (["--data-shares", "1", "2"], "2 data_shares for 1 sources"),
-    "share": (["--data-shares", "0"], "each is a number above 0"),
     "stream": (["--streaming"], "streaming without max_steps"),
     "streams": (["--streaming", "--data", "a", "b"], "streaming with 2 sources of data"),
     "resume": (["--resume"], "there is no complete checkpoint under"),

@@ -73,13 +73,6 @@ CALLING = [
 ]
 SPOKEN = [said("system", "Be brief."), *TWO_TURNS]
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "SmolLM2": (
-        "smollm2",
-        {"messages": TWO_TURNS},
-        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
-        "<|im_end|>\n<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\n⟦First.<|im_end|>\n⟧"
-        "<|im_start|>user\nTwo?<|im_end|>\n<|im_start|>assistant\n⟦Second\nline.<|im_end|>\n⟧",
-    ),
     "two of the assistant in a row, and a question that nobody answers": (
         "smollm2",
         {
@@ -95,13 +88,6 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         "⟦ First <|im_end|>\n⟧<|im_start|>assistant\n⟦Second.<|im_end|>\n⟧"
         "<|im_start|>user\nThree?<|im_end|>\n",
     ),
-    "Qwen2.5": (
-        "qwen2_5",
-        {"messages": SPOKEN},
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nOne?<|im_end|>\n"
-        "<|im_start|>assistant\n⟦First.<|im_end|>\n⟧<|im_start|>user\nTwo?<|im_end|>\n"
-        "<|im_start|>assistant\n⟦Second\nline.<|im_end|>\n⟧",
-    ),
     "Qwen2.5 with tools": (
         "qwen2_5",
         {"messages": CALLING, "tools": [TOOL]},
@@ -111,13 +97,6 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         "<|im_start|>user\n<tool_response>\nfound\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n⟦First.<|im_end|>\n⟧<|im_start|>user\nTwo?<|im_end|>\n"
         "<|im_start|>assistant\n⟦Second.<|im_end|>\n⟧",
-    ),
-    "Qwen3, which has no thinking in earlier turns": (
-        "qwen3",
-        {"messages": SPOKEN},
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nOne?<|im_end|>\n"
-        "<|im_start|>assistant\n⟦First.<|im_end|>\n⟧<|im_start|>user\nTwo?<|im_end|>\n"
-        "<|im_start|>assistant\n⟦<think>\n\n</think>\n\nSecond\nline.<|im_end|>\n⟧",
     ),
     "Qwen3 that thinks": (
         "qwen3",

@@ -27,12 +27,6 @@ LEFT_OUT: dict[str, tuple[str, str | None, dict[str, Any], str]] = {
     "tools": ("smollm2", CHATML, {"messages": CALLING[3:], "tools": [TOOL]}, "tools"),
     "calls": ("smollm2", CHATML, {"messages": CALLING}, "tool_calls of message 2"),
     "a second call": ("gpt_oss", None, {"messages": TWO_CALLS}, "tool_calls of message 2"),
-    "thinking": (
-        "smollm2",
-        CHATML,
-        {"messages": [said("user", "One?"), said("assistant", "First.", thinking="so")]},
-        "thinking of message 2",
-    ),
     "thinking of an earlier turn": (
         "qwen3",
         None,
