@@ -6,11 +6,15 @@ import runpy
 import sys
 from contextlib import redirect_stdout
 from io import StringIO
+from itertools import islice
 from pathlib import Path
+from random import Random
 
 import pytest
 from transformers import AutoModelForCausalLM
 
+from longctx_patch.evaluation.tasks.make import make_samples
+from longctx_patch.evaluation.tasks.passkey import QUESTION, TASK
 from tests.meeting import held_ports
 from tests.plugin.launched import run_launched
 from tests.recipes.test_sharded_reading import forget_accelerate
@@ -68,6 +72,27 @@ def test_masks_are_dense_attention_and_send_less(capsys: pytest.CaptureFixture[s
     assert list(sent) == ["causal", "window", "block-sparse", "documents", "sinks, softcap"]
     assert sent["block-sparse"] < sent["window"] < sent["documents"] < sent["causal"]
     assert sent["sinks, softcap"] == sent["causal"]
+
+
+def test_the_demo_trains_on_other_keys_than_it_asks_for() -> None:
+    demo = runpy.run_path(str(EXAMPLES / "demo.py"), run_name="demo")
+    tokenizer = demo["word_tokenizer"]()
+    random = Random(0)
+    keys = demo["free_keys"](tokenizer, random)
+    for least, most, questions, _ in demo["TEXTS"].values():
+        for size in (least, most):
+            key = next(keys)
+            text = demo["hidden_key"](size, questions, key, random)
+            assert {*re.findall(r"\d+", text)} == {key}
+            assert text.endswith(f"{QUESTION} {key}")
+            ids = tokenizer(text).input_ids
+            assert (len(ids), tokenizer.decode(ids)) == (size, text)
+            assert tokenizer.pad_token_id not in ids  # stands for what is no token
+    depths = [depth / 100 for depth in demo["DEPTHS"]]
+    samples = make_samples([TASK], tokenizer, 2048, demo["SAMPLES"], depths=depths)
+    asked = {tokenizer.decode(each.answers[0]).strip() for each in samples}
+    assert len(asked) == len(samples)
+    assert asked.isdisjoint(islice(keys, 200_000))
 
 
 def test_the_demo_leaves_a_folder_with_files_alone(
