@@ -3,9 +3,9 @@
 A tiny Llama is pretrained at 256 tokens, on texts that hide a pass key and ask for it. Then it is
 extended to 2,048 tokens with YaRN and LoRA, each row cut over two processes, whose first steps must
 have the loss and the gradient norm of one process. `longctx eval` asks both models for keys that no
-training text had: at 2,048 tokens the extended model must find 95 % and more of them, at every
-depth, and the pretrained one less than 20 %. The last line starts with `demo: ok`; anything else ends with exit code 1. FOLDER
-must be empty or new (default: a temporary folder).
+training text had: at 2,048 tokens, over all depths, the pretrained model must find less than 20 %
+and the extended one at least 95 %. The last line starts with `demo: ok`; anything else ends with
+exit code 1. FOLDER must be empty or new (default: a temporary folder).
 """
 
 import json
@@ -48,7 +48,8 @@ DEPTHS, SAMPLES = range(5, 100, 10), 5
 """Where keys lie in the evaluated texts, in percent, and how many texts of each depth."""
 MAX_RELATIVE_ERROR = 1e-5
 MOST_BEFORE, LEAST_AFTER = 0.2, 0.95
-"""Of the keys, the shares found. All are found where this was written; rounding differs elsewhere."""
+"""Shares of the keys that are found. The extended model found all of them on the machine where its
+steps were chosen; others round otherwise."""
 TOKEN = r" key is| \d\d|\d(?=\d\d\b)|\d\d| ?[A-Za-z]+|\W"
 """A key has three tokens: ` 48`, `2`, `13`. A token of its own announces it, which is what lets so
 small a model learn within a minute where to look for it."""
