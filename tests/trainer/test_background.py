@@ -20,6 +20,7 @@ from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
 from longctx_patch import LongContextConfig, LongContextTrainer, trainer_parallelism
+from longctx_patch.checkpoints import background
 from longctx_patch.checkpoints.manifest import MANIFEST, problems_of
 from longctx_patch.checkpoints.plain_pickle import METADATA
 from longctx_patch.trainer import sealing
@@ -141,12 +142,15 @@ def fails(folder: Path) -> dict[str, Any]:
     return {"notes": raised.value.__notes__, "done": begins.done, "whole": whole(folder)}
 
 
-def waits(folder: Path) -> tuple[list[bool], list[str]]:
-    """A run that waits for its checkpoint, which a callback reads."""
-    reads, said = Reads(), list[str]()
+def waits(folder: Path) -> tuple[list[bool], list[str], list[str]]:
+    """Runs that wait for their checkpoints: read by a callback, and without room for a copy."""
+    reads, said, found = Reads(), list[str](), list[str]()
+    look = AtStep(2, lambda: found.extend(whole(folder / "full")))
     with patch.object(sealing.logger, "warning", lambda _, text: said.append(text)):
-        trained(folder, case=case_of(max_steps=2), callbacks=[reads])
-    return reads.found, said
+        trained(folder / "read", case=case_of(max_steps=2), callbacks=[reads])
+        with patch.object(background, "available_bytes", lambda: 2**10):
+            trained(folder / "full", case=case_of(max_steps=2, save_steps=1), callbacks=[look])
+    return reads.found, said, found
 
 
 def over_ddp(folder: str) -> dict[str, Any]:
@@ -176,8 +180,12 @@ def test_under_ddp_and_fsdp2(tmp_path: Path) -> None:
     assert whole(tmp_path / "best") == ["checkpoint-2"]
     weights = load_file(tmp_path / "waited" / "checkpoint-2" / "model.safetensors")
     assert all(torch.equal(by_rank[0]["best"][name], w) for name, w in weights.items())
-    said = "training waits while checkpoints are written: Reads.on_save may read them."
-    assert by_rank[0]["waits"] == ([True], [said])
+    reads, said, found = by_rank[0]["waits"]
+    assert reads == [True]
+    assert found == ["checkpoint-1"]
+    assert said[0] == "training waits while checkpoints are written: Reads.on_save may read them."
+    assert "GiB of host memory and has 0.0." in said[1]
+    assert len(said) == 2
     check_fsdp2(tmp_path, by_rank[0]["weights"])
 
 
