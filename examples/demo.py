@@ -51,8 +51,8 @@ LEARNED = 0.5
 """The loss of the first texts below which the model copies: numbers alone are left to guess."""
 MAX_RELATIVE_ERROR = 1e-5
 MOST_BEFORE, LEAST_AFTER = 0.2, 0.7
-"""Shares of the keys that are found. It was 0 and 100 % where this was written, 8 and 86 % with other
-texts; rounding differs between machines, and what so small a model learns differs with it."""
+"""Shares of the keys that are found: 0 and 100 % where this was written, 8 and 86 % with other
+texts. Rounding differs between machines, and what so small a model learns differs with it."""
 TOKEN = r" key is| \d\d|\d(?=\d\d\b)|\d\d| ?[A-Za-z]+|\W"
 """A key has three tokens: ` 48`, `2`, `13`. A token of its own announces it, which is what lets so
 small a model learn within a minute where to look for it."""
