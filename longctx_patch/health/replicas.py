@@ -17,7 +17,7 @@ from longctx_patch.health.weights import own_part
 from longctx_patch.rules.together import num_ranks, of_all_ranks
 
 EVERY = 24
-"""Steps between comparisons: one reads all trained weights once, 16 GB in some 10 ms on a GPU."""
+"""Steps between comparisons, each of which reads all trained weights once."""
 PARTS = 24
 """Parts whose sums are exchanged; the weights of a part that differs are named."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
