@@ -8,9 +8,9 @@ published model is evaluated beside it, and so is the untrained one of the same 
 are Python sources of the packages that are installed here, the files of a folder joined; those of
 `HELD_OUT` are kept for evaluation. Short documents are the packages' descriptions, and those of
 --short. With --recalls, statements in long documents are made again further on (artificial needles,
-arXiv 2406.19292), with another wording than any task has. --other names texts of another kind than
-those trained on: the loss at 0 to 8K tokens has to stay. Writes extension.jsonl, extension.md, and
-each evaluation's scores.json and scores.png.
+arXiv 2406.19292), in wordings that no task has: `WORDINGS`. --other names texts of another kind
+than those trained on: the loss at 0 to 8K tokens has to stay. Writes extension.jsonl, extension.md,
+and each evaluation's scores.json and scores.png. The same command goes on where it was stopped.
 """
 
 import argparse
@@ -55,6 +55,7 @@ WORDINGS = (
         "Again, the number of the {thing} is {code}.",
     ),
     ("{code} belongs to the {thing}.", "Which number belongs to the {thing}? It is {code}."),
+    ("The {thing} is {code}, whatever follows.", "As before, the {thing} is {code}."),
 )
 """A statement, and how it is made again."""
 PIECE = 1.12
@@ -70,7 +71,7 @@ class Run:
     context: str
     stages: str
     options: tuple[str, ...]
-    learning_rate: float = 5e-4
+    learning_rate: float = 4e-4
 
     def lengths(self) -> str:
         """What is evaluated: powers of two from 4K on."""
@@ -87,9 +88,9 @@ RUNS = {
         learning_rate=1e-3,
     ),
     "theta_128k": Run(
-        context="128K", stages="32K:8,128K:100", options=("--rope", "theta", "--full")
+        context="128K", stages="32K:8,128K:130", options=("--rope", "theta", "--full")
     ),
-    "yarn_128k": Run(context="128K", stages="32K:8,128K:100", options=("--rope", "yarn", "--full")),
+    "yarn_128k": Run(context="128K", stages="32K:8,128K:130", options=("--rope", "yarn", "--full")),
 }
 
 
@@ -192,9 +193,14 @@ class Commands:
     def __init__(self, folder: Path, budget: Budget, where: tuple[str, ...]) -> None:
         self.folder, self.where = folder, where
         self._budget = budget
+        log = folder / "extension.jsonl"
+        rows = map(json.loads, log.read_text().splitlines() if log.exists() else ())
+        self._done = {row["name"] for row in rows if row["code"] == 0}
 
     def __call__(self, name: str, *arguments: str) -> bool:
-        """Whether it ended well within what is left of the time."""
+        """Whether it ended well within what is left of the time, now or before."""
+        if name in self._done:
+            return True
         command = ["longctx", *arguments]
         print(f"$ {shlex.join(command)}", flush=True)
         started, log = time.perf_counter(), self.folder / f"{name}.log"
@@ -242,7 +248,7 @@ def extend(run: Commands, name: str, recipe: Run, arguments: argparse.Namespace)
         other = ("--tasks=", "--lengths=8K", "--text=other.jsonl")
         run(f"{name}.other", "eval", name, *other, "--out", f"{name}_other", *run.where)
     rope = ("--context", recipe.context, *recipe.options[:2])
-    untrained = ("eval", arguments.model, *rope, *tasks, "--samples=2")
+    untrained = ("eval", arguments.model, *rope, *tasks, "--samples=1")
     run(f"{name}.untrained", *untrained, "--out", f"{name}_untrained")
 
 
@@ -286,9 +292,10 @@ def main() -> None:
     run = Commands(folder, Budget(arguments.budget_s), where=("--cpu",) if arguments.cpu else ())
     most = max(int(RUNS[name].context[:-1]) for name in arguments.runs) * 1024
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    write_texts(folder, recalls=arguments.recalls, row_tokens=most, tokenizer=tokenizer)
-    if arguments.other:
-        write_other(folder, arguments.other, tokenizer)
+    if not (folder / "extension.jsonl").exists():
+        write_texts(folder, recalls=arguments.recalls, row_tokens=most, tokenizer=tokenizer)
+        if arguments.other:
+            write_other(folder, arguments.other, tokenizer)
     for name in arguments.runs:
         extend(run, name, RUNS[name], arguments)
         write_report(folder)
