@@ -28,8 +28,8 @@ Parts = Sequence[Sequence[int]]
 def score_samples(scorer: RowScorer, samples: Sequence[Sample]) -> list[float]:
     """The score of each sample, from 0 to 1, in their order. Collective over the world.
 
-    A forced sample takes one forward pass for each spelling, and a ranked one for each answer,
-    right or wrong.
+    A ranked sample takes one forward pass for each answer, right or wrong, and a forced one for
+    each spelling up to the first that greedy decoding emits.
 
     Args:
         samples: the same on every rank; see `sample_problems`.
@@ -37,29 +37,46 @@ def score_samples(scorer: RowScorer, samples: Sequence[Sample]) -> list[float]:
     Example:
         >>> score_samples(RowScorer(handle), samples)  # doctest: +SKIP
     """
-    rows = [
-        (number, parts) for number, sample in enumerate(samples) for parts in _answers_of(sample)
+    found: list[list[float]] = [[] for _ in samples]
+    while rows := [
+        (number, parts)
+        for number, sample in enumerate(samples)
+        for parts in _next_answers(sample, found[number])
+    ]:
+        for (number, _), value in zip(rows, _scores_of(scorer, samples, rows), strict=True):
+            found[number].append(value)
+    return [
+        max(values) if sample.scoring == "forced" else _share_ranked(values, len(sample.answers))
+        for sample, values in zip(samples, found, strict=True)
     ]
+
+
+def _next_answers(sample: Sample, found: Sequence[float]) -> Sequence[Parts]:
+    """What is scored now: of a forced sample one spelling after the other, while none is right."""
+    answers = _answers_of(sample)
+    if sample.scoring == "ranked":
+        return [] if found else answers
+    return [] if 1.0 in found else answers[len(found) : len(found) + 1]
+
+
+def _scores_of(
+    scorer: RowScorer, samples: Sequence[Sample], rows: Sequence[tuple[int, Parts]]
+) -> list[float]:
+    """The score of each row: a sample's number and the parts that follow its prompt."""
     batches = []
     for number, parts in rows:
         prompt = torch.as_tensor(samples[number].prompt)
         ids = torch.cat([prompt, torch.tensor([token for part in parts for token in part])])
         batches.append(batch_of([ids], unlabelled=len(prompt)))
 
-    def keep(number: int, scores: LabelScores) -> float:
-        sample, parts = samples[rows[number][0]], rows[number][1]
-        first = len(sample.prompt) - 1
-        if sample.scoring == "forced":
+    def keep(row: int, scores: LabelScores) -> float:
+        number, parts = rows[row]
+        first = len(samples[number].prompt) - 1
+        if samples[number].scoring == "forced":
             return _share_emitted(parts, scores.is_top1[0, first:].tolist())
         return float(scores.log_probs[0, first:].double().mean())
 
-    found: list[list[float]] = [[] for _ in samples]
-    for (number, _), value in zip(rows, scorer.over(batches, keep), strict=True):
-        found[number].append(value)
-    return [
-        max(values) if sample.scoring == "forced" else _share_ranked(values, len(sample.answers))
-        for sample, values in zip(samples, found, strict=True)
-    ]
+    return scorer.over(batches, keep)
 
 
 def sample_problems(samples: Iterable[Sample]) -> Iterable[str]:

@@ -89,6 +89,17 @@ def test_scores_are_the_stock_models(way: dict[str, int]) -> None:
     assert found == [wanted] * len(found)
 
 
+def test_a_spelling_that_is_right_is_the_last_one_scored() -> None:
+    handle = patch(featured_model("llama"), LongContextConfig())
+    right = replace(forced(0, None), spellings=SPELT.spellings)
+    for sample, passes in ((right, 1), (SPELT, 3)):
+        scorer = RowScorer(handle)
+        assert score_samples(scorer, [sample]) == [1.0]
+        ways = (sample.answers, *sample.spellings)[:passes]
+        lengths = [len(sample.prompt) + sum(map(len, parts)) for parts in ways]
+        assert scorer.tokens == sum(lengths)
+
+
 def test_a_tie_does_not_count() -> None:
     sample = ranked(0)
     handle = patch(featured_model("llama"), LongContextConfig())

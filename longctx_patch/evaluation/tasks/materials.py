@@ -107,9 +107,7 @@ class Haystack:
         self.name, self.step = name, step
         if not text.strip():
             raise ValueError(f"{name}: there is no text, so it hides no needle.")
-        self._num_split = 0
-        self._sentences: list[str] = []
-        self._ends: list[int] = []
+        self._cut = _Cut(num_words=0, sentences=[], ends=[])
 
     def sentences(self, num_words: int) -> list[str]:
         """Sentences of the first words, which begin anew where the text is over.
@@ -118,22 +116,37 @@ class Haystack:
         beginning are those of a longer text, except for the last.
         """
         beginning = self._text(num_words)
-        if num_words > self._num_split:
-            self._cut(max(num_words, 2 * self._num_split))
-        whole = bisect_right(self._ends, len(beginning) - 1)
-        rest = beginning[self._ends[whole - 1] if whole else 0 :].strip()
-        return self._sentences[:whole] + ([rest] if rest else [])
+        cut = self._cut_of(num_words)
+        whole = bisect_right(cut.ends, len(beginning) - 1)
+        rest = beginning[cut.ends[whole - 1] if whole else 0 :].strip()
+        return cut.sentences[:whole] + ([rest] if rest else [])
 
     def _text(self, num_words: int) -> str:
         times = -(-num_words // len(self._words))
         return " ".join((self._words * times)[:num_words]).strip()
 
-    def _cut(self, num_words: int) -> None:
-        text, end = self._text(num_words), 0
-        self._sentences, self._ends, self._num_split = self._split(text), [], num_words
-        for sentence in self._sentences:
-            end = text.index(sentence, end) + len(sentence)
-            self._ends.append(end)
+    def _cut_of(self, num_words: int) -> "_Cut":
+        """Of so many words or more. Threads that share this may cut twice, but never see half."""
+        cut = self._cut
+        if num_words > cut.num_words:
+            longer = max(num_words, 2 * cut.num_words)
+            text, end, ends = self._text(longer), 0, []
+            sentences = self._split(text)
+            for sentence in sentences:
+                end = text.index(sentence, end) + len(sentence)
+                ends.append(end)
+            self._cut = cut = _Cut(num_words=longer, sentences=sentences, ends=ends)
+        return cut
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cut:
+    """The first words of a haystack as sentences."""
+
+    num_words: int
+    sentences: list[str]
+    ends: list[int]
+    """Where each ends in the text of these words."""
 
 
 def split_at_stops(text: str, longest: int = 40) -> list[str]:

@@ -5,7 +5,7 @@ import math
 import random
 import re
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +228,23 @@ def test_sentences_of_a_beginning_are_those_of_its_text() -> None:
         beginning = " ".join((words * 3)[:num_words])
         assert haystack.sentences(num_words) == split_at_stops(beginning)
         assert " ".join(haystack.sentences(num_words)) == beginning
+
+
+def test_who_asks_while_a_text_is_cut_sees_no_half_of_it() -> None:
+    """As threads do that share the haystack."""
+    text = " ".join(f"This is sentence {number}." for number in range(50))
+    found = []
+
+    class Sentences(list[str]):
+        def __iter__(self) -> Iterator[str]:
+            for number, sentence in enumerate(list(super().__iter__())):
+                if number == 2 and len(self) > 20:
+                    found.append(haystack.sentences(30))
+                yield sentence
+
+    haystack = Haystack(text, lambda part: Sentences(split_at_stops(part)), "own text")
+    assert haystack.sentences(120) == split_at_stops(text)[:30]
+    assert found == [[*split_at_stops(text)[:7], "This is"]]
 
 
 OWN = " ".join(f"This is sentence {number} of many." for number in range(900))
