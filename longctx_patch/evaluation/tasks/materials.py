@@ -122,8 +122,8 @@ class Haystack:
         return cut.sentences[:whole] + ([rest] if rest else [])
 
     def _text(self, num_words: int) -> str:
-        times = -(-num_words // len(self._words))
-        return " ".join((self._words * times)[:num_words]).strip()
+        times, rest = divmod(num_words, len(self._words))
+        return " ".join(self._words * times + self._words[:rest]).strip()
 
     def _cut_of(self, num_words: int) -> "_Cut":
         """Of so many words or more. Threads that share this may cut twice, but never see half."""
