@@ -1,8 +1,7 @@
-"""What `longctx eval` found, as a table, a picture, and drawings in the page of a run."""
+"""What `longctx eval` found, as a table and as a picture."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from html import escape
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -13,8 +12,6 @@ from longctx_patch.rules import strict_json
 
 STOPS = ("#440154", "#3b528b", "#21918c", "#5ec962", "#fde725")
 """Colours of 0 to 100 %, which readers of all kinds of sight tell apart (viridis)."""
-SIDE, HIGH, MARGIN = 46, 26, 96
-"""Pixels of a cell, and of the names left of them."""
 
 
 class Panel(NamedTuple):
@@ -73,7 +70,7 @@ def table(models: Sequence[Result]) -> str:
     """All models side by side: tasks by depth and length, and losses by position."""
     labels = [each.scores.label for each in models]
     blocks = [_block(group, labels) for group in _groups(models)]
-    head, *losses = losses_by_position(models)
+    head, *losses = _losses_by_position(models)
     if losses:
         blocks.append(aligned([["loss by position", *head[1:]], *losses]))
     notes = [f"{each.scores.label}: {note}" for each in models for note in each.notes]
@@ -82,7 +79,7 @@ def table(models: Sequence[Result]) -> str:
     return "\n\n".join(map("\n".join, [*blocks, notes]))
 
 
-def losses_by_position(models: Sequence[Result]) -> list[list[str]]:
+def _losses_by_position(models: Sequence[Result]) -> list[list[str]]:
     """A head, and a line for each model that has them."""
     head, rows = ["model"], list[list[str]]()
     for scores in (each.scores for each in models):
@@ -150,42 +147,3 @@ def draw(models: Sequence[Result], path: Path) -> None:
                 axis.text(*place, _percent(value), ha="center", va="center", color=ink, fontsize=9)
     figure.supxlabel("% right, by tokens of the row and depth", fontsize=8, color="#4d5866")
     figure.savefig(path)
-
-
-def heat_maps(models: Sequence[Result]) -> Iterator[str]:
-    """The same as SVG, a figure for each model and task."""
-    for group in _groups(models):
-        for panel, model in zip(group, models, strict=True):
-            yield from _figure(panel, model.scores.label)
-
-
-def _figure(panel: Panel, label: str) -> Iterator[str]:
-    width, height = MARGIN + SIDE * len(panel.columns), HIGH * (len(panel.rows) + 1)
-    yield f"<figure><figcaption><b>{escape(label)}</b>: {escape(panel.title)}, %</figcaption>"
-    yield f'<svg viewBox="0 0 {width} {height}" width="{width}" role="img">'
-    for row, name in enumerate(panel.rows):
-        y = row * HIGH + HIGH * 0.65
-        yield f'<text x="{MARGIN - 6}" y="{y:.0f}" text-anchor="end">{escape(name)}</text>'
-    for number, length in enumerate(panel.columns):
-        x = MARGIN + (number + 0.5) * SIDE
-        yield f'<text x="{x}" y="{height - 9}" text-anchor="middle">{in_k(length)}</text>'
-    for (name, length), value in panel.values.items():
-        x = MARGIN + panel.columns.index(length) * SIDE
-        y = panel.rows.index(name) * HIGH
-        said = f"{panel.title}, {name}, {length} tokens: {value!r} %"
-        size = f'width="{SIDE - 1}" height="{HIGH - 1}"'
-        yield f'<rect x="{x}" y="{y}" {size} fill="{_colour(value)}">'
-        yield f"<title>{escape(said)}</title></rect>"
-        ink = "#000" if value > 55 else "#fff"
-        place = f'x="{x + SIDE / 2}" y="{y + HIGH * 0.65:.0f}" text-anchor="middle"'
-        yield f'<text {place} style="fill:{ink}">{_percent(value)}</text>'
-    yield "</svg></figure>"
-
-
-def _colour(percent: float) -> str:
-    """The colour between the two nearest stops."""
-    place = percent / 100 * (len(STOPS) - 1)
-    first = min(int(place), len(STOPS) - 2)
-    parts = ([int(stop[n : n + 2], 16) for n in (1, 3, 5)] for stop in STOPS[first : first + 2])
-    mixed = (round(a + (place - first) * (b - a)) for a, b in zip(*parts, strict=True))
-    return "#" + "".join(f"{part:02x}" for part in mixed)

@@ -12,8 +12,6 @@ from longctx_patch import __version__
 from longctx_patch.cli.report_data import CONTEXT, MEMORY, Points, RunData, read_run
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 460, 200, 62, 24
-MOST_POINTS = 400
-"""A longer curve keeps the lowest and highest value of each stretch of steps."""
 GIB = 2**30
 COLOURS = ("#1f5fa8", "#c2570c", "#2a7f3f", "#8a3fa0", "#7a6a00", "#a3003c", "#00808a", "#4d5866")
 STYLE = """
@@ -21,6 +19,7 @@ body { font: 15px/1.5 system-ui, sans-serif; color: #1d2430; max-width: 62rem; m
        padding: 0 1rem; overflow-wrap: anywhere }
 figure { display: inline-block; margin: 0 1rem 1.5rem 0; vertical-align: top }
 figcaption { font-size: 14px }
+pre { font-size: 13px; overflow-x: auto }
 table { border-collapse: collapse; font-size: 14px; margin-bottom: 1.5rem }
 td, th { border-bottom: 1px solid #d9dee6; padding: .2rem .8rem .2rem 0; text-align: left;
          vertical-align: top; font-variant-numeric: tabular-nums }
@@ -78,18 +77,13 @@ def _context(data: RunData) -> Iterable[str]:
     """What `longctx eval` has found last."""
     if data.scores is None:
         return
-    from longctx_patch.cli.eval_result import heat_maps, losses_by_position, read_result
+    from longctx_patch.cli.eval_result import read_result, table
 
     yield f"<h2>Does it use its context?</h2><p>{escape(str(data.scores))}</p>"
     try:
-        models = read_result(data.scores)
+        yield f"<pre>{escape(table(read_result(data.scores)))}</pre>"
     except ValueError as error:  # of another version
         yield f'<p class="note">{escape(str(error))}</p>'
-        return
-    yield from heat_maps(models)
-    head, *rows = losses_by_position(models)
-    yield from _table("Loss by position", head, rows)
-    yield from (f"<p>{escape(f'{m.scores.label}: {note}')}</p>" for m in models for note in m.notes)
 
 
 def _charts(data: RunData) -> Iterable[str]:
@@ -144,19 +138,16 @@ def _chart(
     yield f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img">'
     yield from _axes((x0, x1), (y0, y1))
     for colour, (name, points) in zip(COLOURS, curves.items(), strict=False):
-        drawn = _thinned(points)
-        line = " ".join("{},{}".format(*place(*point)) for point in drawn)
-        yield f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
-        for step, value in drawn:
-            x, y = place(step, value)
-            label = f"{name}, step {step:g}: {value!r}"
-            yield f'<circle cx="{x}" cy="{y}" r="2" fill="{colour}"><title>{label}</title></circle>'
-    for step, seq_len in lengths:
+        # The last point twice, so that a curve of one point is seen as a dot.
+        line = " ".join("{},{}".format(*place(*point)) for point in (*points, points[-1]))
+        look = f'fill="none" stroke="{colour}" stroke-width="1.5" stroke-linecap="round"'
+        yield f'<polyline points="{line}" {look}><title>{name}</title></polyline>'
+    for step, _ in lengths:
         if not x0 <= step <= x1:
             continue
-        x, text = place(step, y0)[0], f"rows of {seq_len:,} tokens from step {step}"
+        x = place(step, y0)[0]
         dotted = f'y1="8" y2="{HEIGHT - BOTTOM}" stroke="#4d5866" stroke-dasharray="1 3"'
-        yield f'<line x1="{x}" x2="{x}" {dotted}><title>{text}</title></line>'
+        yield f'<line x1="{x}" x2="{x}" {dotted}/>'
     if planned is not None:
         y = place(x0, planned)[1]
         dashed = 'stroke="#4d5866" stroke-dasharray="5 4"'
@@ -177,19 +168,6 @@ def _axes(steps: tuple[float, float], values: tuple[float, float]) -> Iterable[s
     yield f'<text x="{left}" y="16" text-anchor="end">{values[1]:.4g}</text>'
     yield f'<text x="{LEFT}" y="{HEIGHT - 8}">step {steps[0]:g}</text>'
     yield f'<text x="{WIDTH - 8}" y="{HEIGHT - 8}" text-anchor="end">{steps[1]:g}</text>'
-
-
-def _thinned(points: Points) -> Points:
-    if len(points) <= MOST_POINTS:
-        return points
-    width = -(-2 * len(points) // MOST_POINTS)
-    stretches = (points[start : start + width] for start in range(0, len(points), width))
-    kept = {
-        extreme(stretch, key=lambda point: point[1])
-        for stretch in stretches
-        for extreme in (min, max)
-    }
-    return sorted(kept | {points[0], points[-1]})
 
 
 def _last_steps(data: RunData) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

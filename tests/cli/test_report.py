@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from longctx_patch.checkpoints.lock import held
-from longctx_patch.cli.report import MOST_POINTS, page
+from longctx_patch.cli.report import page
 from longctx_patch.cli.report_data import read_run
 from longctx_patch.recipes.metrics import MetricsFile
 from longctx_patch.recipes.run_record import noting_failure, write_record
@@ -19,13 +19,13 @@ from tests.cli.conftest import Run
 
 
 class Page(HTMLParser):
-    """What a browser would find: elements with their attributes, tables, titles of points."""
+    """What a browser would find: elements with their attributes, tables and curves."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.rows: list[list[str]] = []
-        self.points: list[str] = []
+        self.names: list[str] = []
         self.text = ""
         self._open: list[str] = []
         self.feed(text)
@@ -51,19 +51,14 @@ class Page(HTMLParser):
         self.text += data
         if self._open[-1:] == ["td"] or self._open[-1:] == ["th"]:
             self.rows[-1][-1] += data
-        if self._open[-2:] == ["circle", "title"]:
-            self.points.append(data)
-
-    def drawn(self, name: str) -> dict[int, float]:
-        """The values of a curve's points, by step."""
-        found = (re.fullmatch(rf"{name}, step (\d+): (.+)", text) for text in self.points)
-        return {int(match[1]): float(match[2]) for match in found if match}
+        if self._open[-2:] == ["polyline", "title"]:
+            self.names.append(data)
 
     def lines(self) -> list[list[tuple[float, float]]]:
         """The points of every curve, on the paper."""
         curves = [str(attrs["points"]) for tag, attrs in self.tags if tag == "polyline"]
         pairs = [[point.split(",") for point in curve.split()] for curve in curves]
-        return [[(float(x), float(y)) for x, y in curve] for curve in pairs]
+        return [[(float(x), float(y)) for x, y in curve[:-1]] for curve in pairs]
 
 
 def line(step: int, **changes: float) -> dict[str, float]:
@@ -97,9 +92,12 @@ def test_the_numbers_are_those_of_the_file(run: Run, tmp_path: Path) -> None:
     assert f"Next: longctx merge {tmp_path / 'training/final'}" in said.output
     assert f"longctx eval {tmp_path}" in said.output
     shown = Page((tmp_path / "report.html").read_text())
-    for name in ("loss", "grad_norm", "learning_rate", "tokens_per_second"):
-        assert shown.drawn(name) == {values["step"]: values[name] for values in lines}
-    assert shown.drawn("peak") == {step: 2.0 + step for step in range(1, 8)}
+    data = read_run(tmp_path)
+    for name in ("loss", "grad_norm", "learning_rate", "tokens_per_second", "peak_memory_bytes"):
+        assert data.series[name] == [(values["step"], values[name]) for values in lines]
+    assert shown.names == ["loss", "learning_rate", "grad_norm", "tokens_per_second", "peak"]
+    assert [len(curve) for curve in shown.lines()] == [7] * 5
+    assert "peak 9 at the end" in shown.text
     assert "planned 16" in shown.text
     assert ["degrees", "ulysses 2", "by the heads"] in shown.rows
     assert ["max_steps", "7"] in shown.rows
@@ -130,7 +128,7 @@ def test_a_run_that_goes_on_has_an_incomplete_line(run: Run, tmp_path: Path) -> 
     assert "metrics.jsonl: line 3 is incomplete and left out." in said.output
     assert "Next" not in said.output
     shown = Page((tmp_path / "page.html").read_text())
-    assert shown.drawn("loss") == {1: 5 - 1 / 7, 2: 5 - 2 / 7}
+    assert len(shown.lines()[0]) == 2
     assert "line 3 is incomplete" in shown.text
     assert "goes on, or was interrupted" in shown.text
 
@@ -217,7 +215,7 @@ def test_values_that_are_not_finite_are_named(tmp_path: Path) -> None:
         "grad_norm of step 2 is nan, which is not drawn.",
         "loss of step 3 is inf, which is not drawn.",
     ]
-    assert Page(page(data)).drawn("loss").keys() == {1, 2}
+    assert [step for step, _ in data.series["loss"]] == [1, 2]
 
 
 def test_skipped_steps_and_what_was_not_finite_are_named(tmp_path: Path) -> None:
@@ -233,7 +231,7 @@ def test_skipped_steps_and_what_was_not_finite_are_named(tmp_path: Path) -> None
         "loss of step 2 is nan, not drawn.",
         "Seen 2 times, in steps 3 to 26: SLOW GPU: rank 1, 20%.",
     ]
-    assert Page(page(data)).drawn("loss").keys() == {1, 3}
+    assert [step for step, _ in data.series["loss"]] == [1, 3]
 
 
 def test_a_trainers_history_has_its_evaluations(tmp_path: Path) -> None:
@@ -253,19 +251,9 @@ def test_a_trainers_history_has_its_evaluations(tmp_path: Path) -> None:
     data = read_run(tmp_path)
     assert data.state.startswith("Not finished: step 10 of 20")
     shown = Page(page(data))
-    assert shown.drawn("loss") == {5: 3.0, 10: 2.5}
-    assert shown.drawn("eval_loss") == {5: 2.75, 10: 2.25}
+    assert data.series["loss"] == [(5, 3.0), (10, 2.5)]
+    assert data.series["eval_loss"] == [(5, 2.75), (10, 2.25)]
     assert len(shown.lines()) == 4  # two of them share the axes of the loss
-
-
-def test_long_curves_are_thinned_and_keep_their_extremes(tmp_path: Path) -> None:
-    lines = [line(step, loss=1.0) for step in range(1, 5001)]
-    lines[1234]["loss"], lines[4321]["loss"] = 99.0, 0.25
-    write_metrics(tmp_path, lines)
-    drawn = Page(page(read_run(tmp_path))).drawn("loss")
-    assert len(drawn) <= MOST_POINTS + 2
-    assert (drawn[1235], drawn[4322]) == (99.0, 0.25)
-    assert {1, 5000} <= drawn.keys()
 
 
 def test_where_rows_get_longer_is_drawn(tmp_path: Path) -> None:
