@@ -10,8 +10,8 @@ from longctx_patch.recipes.data.held_out import check_evaluation
 from longctx_patch.recipes.data.losses import EMPTY, Losses
 from longctx_patch.recipes.data.readers import records_of
 from longctx_patch.recipes.data.reading import Reading
-from longctx_patch.recipes.data.records import FIELDS, Kind, Record, is_empty_file, kind_of, named
-from longctx_patch.recipes.data.sources import parts_of
+from longctx_patch.recipes.data.records import FIELDS, Kind, Record, named
+from longctx_patch.recipes.data.sources import first_kind, parts_of
 from longctx_patch.recipes.data.text_reading import text_of
 from longctx_patch.recipes.settings import ModelSettings, Parallelism, Settings
 
@@ -40,7 +40,7 @@ def choose_task(options: PatchOptions) -> Task:
     if options.dpo and options.sft:
         raise ValueError("both --sft and --dpo are set. Choose one.")
     kinds = {
-        source: first_kind(source, options.text_field, option)
+        source: _kind(source, options.text_field, option)
         for option, sources in options.sources_by_option.items()
         for source in sources
     }
@@ -74,16 +74,12 @@ def choose_task(options: PatchOptions) -> Task:
     return Task(recipe, only and asked != "dpo")
 
 
-def first_kind(source: str, text_field: str, option: str = "--data") -> Kind:
+def _kind(source: str, text_field: str, option: str) -> Kind:
     """The kind of a source's first record; `option` named it."""
     try:
-        for part in parts_of(source):
-            for record in records_of(part):
-                if not is_empty_file(record):
-                    return kind_of(record, text_field)
+        return first_kind(source, text_field)
     except ValueError as error:
         raise ValueError(f"{option}: {named(source, error)}") from error
-    raise ValueError(f"{option} {source}: no text in it. Give files or folders with text.")
 
 
 def check_first_records(
@@ -94,7 +90,7 @@ def check_first_records(
     losses = Losses()
     for option, sources in options.sources_by_option.items():
         for source in sources:
-            kind = first_kind(source, options.text_field, option)
+            kind = _kind(source, options.text_field, option)
             reading = Reading(
                 tokenizer,
                 kind,

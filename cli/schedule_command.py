@@ -102,7 +102,7 @@ class ScheduleOptions:
 @click.command("schedule", short_help="Predict the schedule of one attention layer.")
 @click.argument("model", required=False)
 @click.option("--plan", type=Choice(("auto", *PLANS, ULYSSES)), help="The plan to predict.")
-@click.option("--compare", is_flag=True, help="Predict all plans; say which is chosen, and why.")
+@click.option("--compare", is_flag=True, help="Predict all plans, and mark the chosen one.")
 @_number("--ranks", "Ranks that share a sequence.", required=True)
 @click.option("--direction", type=Choice(DIRECTIONS), help="[forward; --compare: both]")
 @_number("--ulysses", "Ulysses degree; the plan runs over the other ranks [1].")

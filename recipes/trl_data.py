@@ -11,10 +11,9 @@ from datasets import concatenate_datasets
 from longctx_patch.recipes import models
 from longctx_patch.recipes.data.held_out import check_evaluation
 from longctx_patch.recipes.data.losses import Losses, say_losses
-from longctx_patch.recipes.data.readers import records_of
 from longctx_patch.recipes.data.reading import Reading
-from longctx_patch.recipes.data.records import FIELDS, Kind, is_empty_file, kind_of
-from longctx_patch.recipes.data.sources import check_apart, parts_of
+from longctx_patch.recipes.data.records import FIELDS
+from longctx_patch.recipes.data.sources import check_apart, first_kind
 from longctx_patch.recipes.data.token_table import losses_of, mixed, stream_of, table_of
 from longctx_patch.recipes.row_order import evenly
 from longctx_patch.recipes.trl_settings import TrlSettings, parse
@@ -55,15 +54,6 @@ class RunData(NamedTuple):
     def packs_evaluation(self) -> bool:
         said = getattr(self.args, "eval_packing", None)
         return self.packs if said is None else bool(said)
-
-
-def first_kind(source: str, text_field: str) -> Kind:
-    """The kind of a source's first record. Raises ValueError for a source without any."""
-    for part in parts_of(source):
-        for record in records_of(part):
-            if not is_empty_file(record):
-                return kind_of(record, text_field)
-    raise ValueError(f"no data in {source!r}: its files hold no records.")
 
 
 def tables_of_run(file: Path) -> RunData:

@@ -1,8 +1,8 @@
-"""Candidates side by side: which one is chosen, and why the others are not."""
+"""Candidates side by side: which one is chosen, and how much longer the others take."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from longctx_patch.config import LongContextConfig
 from longctx_patch.planner.attention_cost import Prediction, Workload, predict
@@ -13,7 +13,6 @@ from longctx_patch.planner.degrees import (
     decide,
     ring_ranks_in_node,
     serves,
-    ways,
 )
 from longctx_patch.planner.machines import Hardware
 from longctx_patch.planner.recurrent_cost import RecurrentWork
@@ -27,11 +26,12 @@ _NOTE = (
     "and backward share degrees and layout. Exposed: time lost to messages, by waiting and by "
     "slower kernels. Imbalance: time in which ranks would wait for the busiest one, by FLOPs "
     "alone; waiting: time in which GPUs do wait, for messages, other ranks or the CPU. MiB: sent "
-    "is the mean of the ranks, buffers the largest."
+    "is the mean of the ranks, buffers the largest. More time: than the chosen one takes, which is "
+    "chosen for all layers and both directions, with Ulysses inside a node and no head sent twice."
 )
 _HEADER = (
     *("plan", "direction", "time", "exposed", "imbalance", "waiting"),
-    *("MiB sent", "MiB buffers", "why"),
+    *("MiB sent", "MiB buffers", "more time"),
 )
 
 
@@ -41,10 +41,11 @@ class Row:
 
     prediction: Prediction
     chosen: bool
-    reason: str
+    slower: float
+    """How much longer it takes than what is chosen, as a share of that."""
 
     def as_json(self) -> dict[str, Any]:
-        return self.prediction.as_json() | {"chosen": self.chosen, "reason": self.reason}
+        return self.prediction.as_json() | {"chosen": self.chosen, "slower": self.slower}
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def _columns(row: Row) -> tuple[str, ...]:
         f"{found.waiting_fraction:.1%}",
         f"{sum(found.bytes_sent_per_rank) / found.ranks / 2**20:,.0f}",
         f"{found.peak_buffer_bytes / 2**20:,.0f}",
-        row.reason,
+        "chosen" if row.chosen else f"{row.slower:+.1%}",
     )
 
 
@@ -114,26 +115,9 @@ def compare(
     """
     way = best_way({workload: 1}, hardware, ranks, recurrent=recurrent)
     chosen = decide(way.applied_to(LongContextConfig()), workload, hardware)
-    heads, per_node = workload.num_kv_heads, hardware.gpus_per_node
-    allowed = {w.ulysses for w in ways(ranks, num_kv_heads=heads, gpus_per_node=per_node)}
-    others = list(_settings(workload, hardware, ranks))
-    asked = _Question(chosen, workload, hardware, frozenset(allowed))
-    return Comparison(tuple(row for d in directions for row in _rows(asked, others, d)))
-
-
-class _Question(NamedTuple):
-    """What is compared, and what was decided."""
-
-    chosen: Setting
-    workload: Workload
-    hardware: Hardware
-    allowed_ulysses: frozenset[int]
-    """Ulysses degrees that may be chosen."""
-
-
-class _Candidate(NamedTuple):
-    setting: Setting
-    prediction: Prediction
+    others = [*_settings(workload, hardware, ranks), chosen]
+    rows = (row for d in directions for row in _rows(chosen, others, workload, hardware, d))
+    return Comparison(tuple(rows))
 
 
 def _settings(workload: Workload, hardware: Hardware, ranks: int) -> Iterator[Setting]:
@@ -168,22 +152,30 @@ def _plans_for(workload: Workload, degree: int, ring: int) -> list[tuple[str, La
     return [(SPARSE_PLAN, "zigzag"), (SPARSE_PLAN, "contiguous")]
 
 
-def _rows(asked: _Question, others: Sequence[Setting], direction: Direction) -> list[Row]:
+def _rows(
+    chosen: Setting,
+    settings: Sequence[Setting],
+    workload: Workload,
+    hardware: Hardware,
+    direction: Direction,
+) -> list[Row]:
     """One direction's candidates, the fastest first."""
-    found: dict[tuple[object, ...], _Candidate] = {}
-    for setting in (*others, asked.chosen):
-        key = _key(setting, direction)
-        if key not in found and serves(setting.plan_of(direction), direction):
-            prediction = predict(setting, direction, asked.workload, asked.hardware)
-            found[key] = _Candidate(setting, prediction)
-    winner = found[_key(asked.chosen, direction)]
+    found = {
+        _key(setting, direction): setting
+        for setting in settings
+        if serves(setting.plan_of(direction), direction)
+    }
+    predicted = {
+        key: predict(setting, direction, workload, hardware) for key, setting in found.items()
+    }
+    winner = predicted[_key(chosen, direction)]
     return [
         Row(
-            prediction=candidate.prediction,
-            chosen=candidate is winner,
-            reason=_reason(candidate, winner, asked),
+            prediction=prediction,
+            chosen=prediction is winner,
+            slower=prediction.makespan_s / winner.makespan_s - 1,
         )
-        for candidate in sorted(found.values(), key=lambda c: c.prediction.makespan_s)
+        for prediction in sorted(predicted.values(), key=lambda each: each.makespan_s)
     ]
 
 
@@ -191,19 +183,3 @@ def _key(setting: Setting, direction: Direction) -> tuple[object, ...]:
     """What tells candidates of one direction apart; without a ring the layout doesn't."""
     layout = setting.layout if setting.ring_degree > 1 else None
     return setting.ulysses_degree, layout, setting.name(direction)
-
-
-def _reason(candidate: _Candidate, winner: _Candidate, asked: _Question) -> str:
-    """Why a candidate was chosen, or was not; the columns say what takes it longer."""
-    if candidate is winner:
-        return "chosen"
-    slower = candidate.prediction.makespan_s / winner.prediction.makespan_s - 1
-    if slower > TIE:
-        return f"{slower:.1%} slower"
-    how = f"{-slower:.1%} faster" if slower < -TIE else "as fast"
-    ulysses = candidate.setting.ulysses_degree
-    if ulysses not in asked.allowed_ulysses:
-        return f"{how}, but Ulysses would send key-value heads twice or leave the node"
-    if slower >= -TIE and ulysses < winner.setting.ulysses_degree:
-        return f"{how}, but with Ulysses over fewer ranks"
-    return f"{how}, but not what all layers run in both directions"

@@ -5,7 +5,6 @@ none: compressed, a table of another form, weights, or anything with bytes that 
 """
 
 import codecs
-import shlex
 from pathlib import Path
 
 from longctx_patch.recipes.data.encoding import UTF_16, ZERO_BYTE, not_utf8
@@ -17,24 +16,15 @@ READERS: dict[str, Reader] = {
     **{".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"},
 }
 TABLE_FILES = (".parquet", ".arrow")
-_OTHERS = {
-    "a compressed file, which is not unpacked here": (
-        *(".gz", ".bz2", ".xz", ".zst", ".lz4", ".br", ".zip", ".7z", ".rar", ".tar", ".tgz"),
-    ),
-    "a table of a form that is not read here": (
-        *(".tsv", ".xls", ".xlsx", ".ods", ".orc", ".avro", ".feather", ".db", ".sqlite"),
-        *(".npy", ".npz", ".h5", ".hdf5", ".pkl", ".pickle", ".tfrecord", ".lance", ".mds"),
-    ),
-    "a file of weights": (".bin", ".safetensors", ".pt", ".pth", ".ckpt", ".onnx"),
-    "a document with a layout, not a plain text": (
-        *(".pdf", ".doc", ".docx", ".odt", ".rtf", ".epub", ".ppt", ".pptx", ".ps", ".djvu"),
-    ),
-    "a picture, sound or film": (
-        *(".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ico"),
-        *(".wav", ".mp3", ".flac", ".ogg", ".mp4", ".avi", ".mov", ".webm"),
-    ),
-}
-_UNREAD = {suffix: what for what, suffixes in _OTHERS.items() for suffix in suffixes}
+_UNREAD = (
+    *(".gz", ".bz2", ".xz", ".zst", ".lz4", ".br", ".zip", ".7z", ".rar", ".tar", ".tgz"),
+    *(".tsv", ".xls", ".xlsx", ".ods", ".orc", ".avro", ".feather", ".db", ".sqlite"),
+    *(".npy", ".npz", ".h5", ".hdf5", ".pkl", ".pickle", ".tfrecord", ".lance", ".mds"),
+    *(".bin", ".safetensors", ".pt", ".pth", ".ckpt", ".onnx", ".gguf"),
+    *(".pdf", ".doc", ".docx", ".odt", ".rtf", ".epub", ".ppt", ".pptx", ".ps", ".djvu"),
+    *(".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ico"),
+    *(".wav", ".mp3", ".flac", ".ogg", ".mp4", ".avi", ".mov", ".webm"),
+)
 _MAGIC = {
     b"\x1f\x8b": "gzip",
     b"PK\x03\x04": "zip",
@@ -44,10 +34,6 @@ _MAGIC = {
     b"%PDF": "PDF",
 }
 _POINTER = b"version https://git-lfs"
-_ADVICE = {
-    "a compressed file, which is not unpacked here": " Unpack it (gunzip, unzip, zstd -d).",
-    "a table of a form that is not read here": " Write it as .jsonl, .csv or .parquet.",
-}
 _LEAVE_OUT = " Or leave it out, for example with a glob: 'folder/**/*.txt'"
 SNIFFED_BYTES = 2**13
 
@@ -55,27 +41,20 @@ SNIFFED_BYTES = 2**13
 def reader_of(file: Path) -> Reader:
     """Raises BadRecord for a file that is neither records nor text."""
     suffix = file.suffix.lower()
-    if suffix == ".gguf" or _first_bytes(file, 4) == b"GGUF":
+    if suffix in _UNREAD:
         raise BadRecord(
-            f"{file} is a GGUF file, a model in the format of llama.cpp, and no data. As a model, "
-            f"`longctx patch {shlex.quote(str(file))}` says how to convert it.{_LEAVE_OUT}"
+            f"{file}: {suffix} files are not read. Unpack it, or write what is in it as .jsonl, "
+            f".csv, .parquet or text.{_LEAVE_OUT}"
         )
-    if what := _UNREAD.get(suffix):
-        advice = _ADVICE.get(what, " Extract the text that is in it.")
-        raise BadRecord(f"{file} is {what}.{advice}{_LEAVE_OUT}")
     reader = READERS.get(suffix, "text")
     _check_head(file, is_table=suffix in TABLE_FILES)
     return reader
 
 
-def _first_bytes(file: Path, number: int) -> bytes:
-    with file.open("rb") as opened:
-        return opened.read(number)
-
-
 def _check_head(file: Path, *, is_table: bool) -> None:
     """Look at the first bytes of a file, which are text unless it is a table."""
-    head = _first_bytes(file, SNIFFED_BYTES)
+    with file.open("rb") as opened:
+        head = opened.read(SNIFFED_BYTES)
     if head.startswith(_POINTER):
         raise BadRecord(f"{file} is a pointer of git-lfs: run `git lfs pull` in its folder.")
     if is_table:

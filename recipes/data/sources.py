@@ -28,9 +28,16 @@ from longctx_patch.recipes.data.readers import (
     open_arrow,
     open_parquet,
     open_saved,
+    records_of,
     saved_splits,
 )
-from longctx_patch.recipes.data.records import BadRecord, unreadable
+from longctx_patch.recipes.data.records import (
+    BadRecord,
+    Kind,
+    is_empty_file,
+    kind_of,
+    unreadable,
+)
 
 PART_BYTES = 4 * 2**20
 """A part of a `.jsonl` file ends with the line in which it has so many: a tokenizer needs a few
@@ -51,6 +58,15 @@ def parts_of(source: str) -> list[Part]:
         return _parts_of(source)
     except OSError as error:
         raise BadRecord(unreadable(source, error)) from error
+
+
+def first_kind(source: str, text_field: str) -> Kind:
+    """The kind of a source's first record. Raises ValueError for a source without any."""
+    for part in parts_of(source):
+        for record in records_of(part):
+            if not is_empty_file(record):
+                return kind_of(record, text_field)
+    raise ValueError(f"no data in {source!r}: its files hold no records.")
 
 
 def check_unchanged(parts: Sequence[Part]) -> None:

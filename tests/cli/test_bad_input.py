@@ -129,9 +129,9 @@ def test_patch_refuses(
     [
         ("z.jsonl", b'{"x": 1}\n', "z.jsonl, line 1: no text in field 'text', there is: x"),
         ("z.jsonl", b"[]\n", "z.jsonl, line 1: a list, not an object"),
-        ("z.png", b"\x89PNG\0", "z.png is a picture"),
+        ("z.png", b"\x89PNG\0", "z.png: .png files are not read"),
         ("z.md", b"\xfc", "z.md, line 1: not UTF-8 text"),
-        ("z.jsonl.zst", b"", "z.jsonl.zst is a compressed file"),
+        ("z.jsonl.zst", b"", "z.jsonl.zst: .zst files are not read"),
         ("z.parquet", b"PAR1", "`datasets` reads the files of one kind"),
     ],
 )

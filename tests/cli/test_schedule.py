@@ -81,7 +81,7 @@ def test_compare_covers_both_directions(run: Run) -> None:
     assert {row["direction"] for row in rows} == {"forward", "backward"}
     assert {"zigzag", "ulysses", "distflash_balanced"} <= {row["plan"] for row in rows}
     assert any(row["chosen"] for row in rows)
-    assert all(row.keys() >= {*SCHEMA, "chosen", "reason"} for row in rows)
+    assert all(row.keys() >= {*SCHEMA, "chosen", "slower"} for row in rows)
     backward = ask(run, "--compare", "--ranks", 8, "--direction", "backward")
     assert {row["direction"] for row in backward} == {"backward"}
     table = run("schedule", "--compare", "--ranks", 8)

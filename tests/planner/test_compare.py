@@ -1,4 +1,4 @@
-"""Comparisons mark what the chooser takes as chosen, and every other row says why it isn't."""
+"""Comparisons mark what the chooser takes as chosen."""
 
 from dataclasses import replace
 from itertools import product
@@ -12,7 +12,7 @@ from longctx_patch.planner.degrees import best_way, decide
 from longctx_patch.plans import Direction
 from tests.planner.test_attention_cost import H200, WORKLOAD, masked
 
-FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+BACKWARD = Direction.BACKWARD
 EQUAL_HEADS = replace(WORKLOAD, num_kv_heads=32)
 
 
@@ -62,18 +62,10 @@ def test_what_is_chosen_is_what_the_chooser_takes(workload: Workload, ranks: int
     way = best_way({workload: 1}, H200, ranks)
     taken = decide(way.applied_to(LongContextConfig()), workload, H200)
     assert chosen == [predict(taken, direction, workload, H200) for direction in Direction]
-    assert all(row.reason for row in rows)
-    assert [row.reason for row in rows].count("chosen") == 2
+    assert [row.slower for row in rows if row.chosen] == [0, 0]
 
 
 def test_ulysses_over_all_ranks_of_a_node_wins_a_tie() -> None:
     """The cost model predicts the same for 2 x 2, which took 3 % longer on 4 H200."""
     comparison = compare(WORKLOAD, H200, 4)
     assert {row.prediction.plan for row in comparison.rows if row.chosen} == {"ulysses"}
-    assert "as fast, but with Ulysses over fewer ranks" in str(comparison)
-
-
-def test_what_may_not_be_chosen_says_why() -> None:
-    few_heads = replace(WORKLOAD, num_kv_heads=1, num_tokens=16384)
-    reasons = {r.prediction.plan: r.reason for r in compare(few_heads, H200, 4, [FORWARD]).rows}
-    assert "but Ulysses would send key-value heads twice or leave" in reasons["ulysses"]

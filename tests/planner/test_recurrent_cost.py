@@ -192,7 +192,5 @@ def test_recurrent_layers_can_decide_the_degrees() -> None:
     slow = replace(H100, recurrent=replace(H100.recurrent, delta_rule=1e13))
     assert best_way({window: 1}, slow, 4) == Way(1, 4, "contiguous")
     assert best_way({window: 1}, slow, 4, recurrent={RecurrentWork(QWEN, ROW): 3}) == Way(4, 1)
-    reasons = {
-        row.reason for row in compare(window, slow, 4, recurrent={RecurrentWork(QWEN, ROW): 3}).rows
-    }
-    assert any("but not what all layers run" in reason for reason in reasons)
+    rows = compare(window, slow, 4, recurrent={RecurrentWork(QWEN, ROW): 3}).rows
+    assert any(row.slower < 0 for row in rows)  # for the layers with attention alone

@@ -41,7 +41,7 @@ SAYS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "empty": (
         lambda job: ["--data", str(write(job / "empty.jsonl", []))],
-        "empty.jsonl: no text in it",
+        "its files hold no records",
     ),
     "other vocabulary": (
         lambda job: ["--data", str(write(job / "ids.jsonl", [{"input_ids": [3, 4000]}]))],
