@@ -78,6 +78,8 @@ class BesideTraining:
         """
         if self._copier is None:
             return None
+        if seconds := self._background.seconds():
+            self.say_once(f"the one before still is, after {seconds:.0f} s. Save less often")
         self._background.settle()  # it is written from the same memory
         needed = max(0, bytes_here(tensors) - self._copier.bytes_held) + more_bytes
         return self._copier.copy(tensors) if self._fits(needed) else None

@@ -104,6 +104,25 @@ def test_without_memory_for_a_copy_training_waits(
     assert f"{1.2 * (4 * size + 2 * tied) / 2**30:.1f} GiB" in line
 
 
+def test_who_saves_more_often_than_it_takes_is_told(
+    state: TrainState, make_keeper: MakeKeeper
+) -> None:
+    said, may_write = list[str](), threading.Event()
+
+    def say(line: str) -> None:
+        said.append(line)
+        may_write.set()
+
+    with make_keeper(lambda *_: may_write.wait(60), say=say) as keeper:
+        keeper.save(state)
+        assert not said
+        for _ in range(2):
+            train(state)
+            keeper.save(state)
+    (line,) = said
+    assert "training waits while checkpoints are written: the one before still is, after" in line
+
+
 def test_what_could_not_be_written_ends_the_training(
     state: TrainState, make_keeper: MakeKeeper
 ) -> None:
