@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -32,6 +33,7 @@ from longctx_patch.recipes.evaluated import Evaluated, config_of, load, notes_of
 from longctx_patch.recipes.launch import one_message
 from longctx_patch.recipes.quiet import quiet_libraries
 from longctx_patch.recipes.settings import parallelism_of
+from longctx_patch.recipes.stages import launched_at
 from longctx_patch.recipes.text_sources import stream_of
 from longctx_patch.rules.names import require_choice
 
@@ -247,9 +249,9 @@ def vocabulary_digest(tokenizer: Any) -> str:
 
 
 def _say(accelerator: Any, text: str) -> None:
-    """On stderr: stdout is for results."""
+    """On stderr, with the seconds since the launch: stdout is for results."""
     if accelerator.is_main_process:
-        print(text, file=sys.stderr, flush=True)
+        print(f"[{time.time() - launched_at():5.1f} s] {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
