@@ -1,6 +1,7 @@
 """`longctx report`: a page of HTML with drawings in SVG. Texts of a run are escaped."""
 
 import shlex
+from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from functools import partial
 from html import escape
@@ -84,6 +85,9 @@ def _context(data: RunData) -> Iterable[str]:
         yield f"<pre>{escape(table(read_result(data.scores)))}</pre>"
     except ValueError as error:  # of another version
         yield f'<p class="note">{escape(str(error))}</p>'
+    if (picture := data.scores.with_suffix(".png")).is_file():
+        drawn = b64encode(picture.read_bytes()).decode()
+        yield f'<img src="data:image/png;base64,{drawn}" style="max-width: 100%">'
 
 
 def _charts(data: RunData) -> Iterable[str]:

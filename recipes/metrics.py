@@ -29,6 +29,13 @@ class MetricsFile:
     def write(self, **values: Any) -> None:
         """Add one line; it is on disk when this returns."""
         if self._path is not None:
+            if not (folder := self._path.parent).is_dir():  # what the run knows is worth more
+                folder.mkdir(parents=True)
+                print(
+                    f"output {folder} was deleted while the run goes on. It is made again, with "
+                    "what is written from now on.",
+                    flush=True,
+                )
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(strict_line(values))
 

@@ -27,7 +27,6 @@ from longctx_patch.recipes.context import ContextSettings
 from longctx_patch.recipes.lengths import LengthStage, read_stages, stages_text
 from longctx_patch.recipes.mixture import read_mixture
 from longctx_patch.recipes.settings_file import (
-    USAGE,
     SettingsParser,
     file_and_flags,
     read_settings,
@@ -75,7 +74,7 @@ def data_shares_setting() -> Any:
 
 def allow_dropped_setting() -> Any:
     """The setting `allow_dropped`, as all recipes have it."""
-    return setting("train though more than a hundredth of the records is in no row", default=False)
+    return setting("train though more than 1 % of the records are in no row", default=False)
 
 
 def check_shares(shares: Sequence[float], num_sources: int) -> None:
@@ -528,7 +527,7 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
 
 def settings_parser() -> SettingsParser:
     """The parser of the recipe's flags."""
-    parser = SettingsParser(Settings, allow_abbrev=False, usage=USAGE)
+    parser = SettingsParser(Settings, allow_abbrev=False, prog="longctx_patch.recipes.finetune")
     parser.add_argument("--settings", help="YAML file with these settings; flags win over it")
     return parser
 

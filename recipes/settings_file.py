@@ -1,5 +1,6 @@
 """Settings from a YAML file and from flags, for all recipes: names and types are checked alike."""
 
+import argparse
 import dataclasses
 import os
 import sys
@@ -8,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Union, get_args, get_origin
 
+import click
 from transformers import HfArgumentParser
 
 from longctx_patch.recipes.yaml_file import read_yaml
@@ -25,7 +27,6 @@ _ALIKE = (
     ("steps", "max_steps"),
 )
 """Names of one setting in different recipes, or in TRL."""
-USAGE = "each setting is a flag; a flag wins over the settings file"
 _SIMPLE = (int, float, bool, str)
 
 
@@ -40,6 +41,31 @@ def setting(help_text: str, *, default: Any, **options: Any) -> Any:
 class SettingsParser(HfArgumentParser):
     """Raises ValueError, without the pages of its usage, and knows the nearest right name."""
 
+    def format_help(self) -> str:
+        """The flags, by the class that has their setting. docs/reference/config.md says more."""
+        formatter = click.HelpFormatter(max_width=100)
+        actions = {action.dest: action for action in self._actions}
+        for owner, names in self._names_by_owner().items():
+            with formatter.section(owner):
+                formatter.write_dl(
+                    [_flag_and_help(actions[name], self.get_default(name)) for name in names]
+                )
+        return formatter.getvalue()
+
+    def _names_by_owner(self) -> dict[str, list[str]]:
+        """Names of settings by the first sentence of the class that brings them, as a title; those
+        of another package by the names of class and package."""
+        found: dict[str, list[str]] = {}
+        for kind in self.dataclass_types:
+            for field in dataclasses.fields(kind):
+                (owner, *_) = (c for c in reversed(kind.__mro__) if field.name in _own_fields(c))
+                package = owner.__module__.split(".")[0]
+                title = str(owner.__doc__).split(".")[0]
+                title = title if package == "longctx_patch" else f"{owner.__name__} of {package}"
+                if field.init:
+                    found.setdefault(title, []).append(field.name)
+        return found
+
     def error(self, message: str) -> NoReturn:
         _, is_unknown, rest = message.partition("unrecognized arguments: ")
         if is_unknown:
@@ -53,6 +79,23 @@ class SettingsParser(HfArgumentParser):
         name = flag.split("=")[0]
         meant = nearest(name.removeprefix("--").replace("-", "_"), [n[2:] for n in known], "--")
         raise ValueError(f"unknown flag {name}.{meant} --help lists all flags.")
+
+
+def _own_fields(kind: type) -> Iterable[str]:
+    return vars(kind).get("__annotations__", ())
+
+
+def _flag_and_help(action: argparse.Action, default: Any) -> tuple[str, str]:
+    """A flag with what it takes, and the first sentence of its help with the value without it."""
+    flag = action.option_strings[-1]
+    text = " ".join((action.help or "").replace("%%", "%").split()).split(". ")[0].rstrip(".")
+    if isinstance(default, bool):
+        is_no = flag.startswith("--no-")
+        return flag, ("not: " if is_no else "") + text + (" [yes]" if default is not is_no else "")
+    values = "N" if action.type is int else "X" if action.type is float else "TEXT"
+    values = values if action.choices is None else "|".join(map(str, action.choices))
+    shown = " ".join(map(str, default)) if isinstance(default, list) else default
+    return f"{flag} {values}", text if shown in (None, "") else f"{text} [{shown}]"
 
 
 def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:

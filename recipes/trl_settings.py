@@ -30,7 +30,6 @@ from longctx_patch.recipes.settings import (
     setting,
 )
 from longctx_patch.recipes.settings_file import (
-    USAGE,
     SettingsParser,
     file_and_flags,
     read_settings,
@@ -125,7 +124,7 @@ class _Parser(SettingsParser, TrlParser):
 
 def settings_parser(config_class: type) -> SettingsParser:
     """The parser of a recipe's flags, with those of TRL's `config_class`."""
-    return _Parser((TrlSettings, config_class), allow_abbrev=False, usage=USAGE)
+    return _Parser((TrlSettings, config_class), allow_abbrev=False)
 
 
 def kinds_of(config_class: type) -> dict[str, Any]:

@@ -6,7 +6,10 @@ Conventions are TRL's: `messages` (or `conversations`, ChatML's older form), `to
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +38,10 @@ MARKED: dict[Marks, str] = {
     "none": "the template marks none: the assistant's turns, found by rendering parts",
 }
 """How the assistant's tokens are found."""
+MOST_CHARACTERS = 2**25
+"""The most characters of a conversation: each takes about 66 bytes while turns are found."""
+MOST_SECONDS = 20.0
+"""Seconds of computing that a template may take for one conversation."""
 _SEEN = ("image", "images", "video", "videos", "audio")
 """Columns of TRL's that a conversation's placeholders stand for."""
 
@@ -53,6 +60,10 @@ class Template:
     """Fields of messages that the template need not write."""
     split_special_tokens: bool = False
     """Whether special tokens that messages write themselves are read as letters."""
+
+    @cached_property
+    def _place(self) -> str:
+        return _place_of_template(self.tokenizer)
 
     @cached_property
     def _added(self) -> Mapping[str, int]:
@@ -108,7 +119,9 @@ class Template:
         )
         if assistant_only and not has_generation_markers(own):
             try:
-                found = replace(found, marks="trl", text=get_training_chat_template(tokenizer))
+                with _limited(_place_of_template(tokenizer)):
+                    text = get_training_chat_template(tokenizer)
+                found = replace(found, marks="trl", text=text)
             except ValueError:  # TRL doesn't know it
                 found = replace(found, marks="none")
         if assistant_only and not found._learns_to_stop():
@@ -145,6 +158,11 @@ class Template:
         """
         _check_kinds(record, messages)
         text, spans = self._rendered(record, messages, ends=ends)
+        if len(text) > MOST_CHARACTERS:
+            raise record.refused(
+                f"a conversation of {len(text):,} characters, and {MOST_CHARACTERS:,} are read at "
+                "most. Leave it out, or split it into several records."
+            )
         self._check_roles(record, messages, text)
         if ends:
             left_out = self._check_fields(record, messages)
@@ -196,14 +214,15 @@ class Template:
         tools = _tools(record)
         options = {**self.tokenizer.special_tokens_map, **_template_kwargs(record)}
         try:
-            (text,), spans = render_jinja_template(
-                conversations=[[_without_none(message) for message in messages]],
-                tools=tools,
-                chat_template=self.text or self.tokenizer.get_chat_template(tools=tools),
-                return_assistant_tokens_mask=self.assistant_only and self.marks != "none",
-                add_generation_prompt=not ends,
-                **options,
-            )
+            with _limited(self._place):
+                (text,), spans = render_jinja_template(
+                    conversations=[[_without_none(message) for message in messages]],
+                    tools=tools,
+                    chat_template=self.text or self.tokenizer.get_chat_template(tools=tools),
+                    return_assistant_tokens_mask=self.assistant_only and self.marks != "none",
+                    add_generation_prompt=not ends,
+                    **options,
+                )
         except (TemplateError, TypeError, KeyError, ValueError) as error:
             if isinstance(error, TypeError) and "list" in str(error):  # not joined with a text
                 _check_parts(record, messages)
@@ -288,17 +307,46 @@ def _check_kinds(record: Record, messages: Sequence[Message]) -> None:
 
 
 def check_template(template: str, place: str) -> None:
-    """Raise ValueError for a template that is no Jinja. `place`: where it is."""
+    """Raise ValueError for a template that is no Jinja, or has no end. `place`: where it is."""
     turn = {"role": "user", "content": "w"}
     try:
-        render_jinja_template(conversations=[[turn]], chat_template=template)
+        with _limited(place):
+            render_jinja_template(conversations=[[turn]], chat_template=template)
     except TemplateSyntaxError as error:
         raise ValueError(
             f"the chat template in {place} is no Jinja, in line {error.lineno}: {error.message} "
             "Mend it, or give another (--chat-template FILE)."
         ) from error
+    except EndlessTemplateError:
+        raise
     except (TemplateError, TypeError, KeyError, ValueError):
         return  # what it says of a conversation is said of a record
+
+
+class EndlessTemplateError(ValueError):
+    """A template that has computed for longer than any conversation takes."""
+
+
+@contextmanager
+def _limited(place: str) -> Iterator[None]:
+    """Raise EndlessTemplateError after `MOST_SECONDS` of computing. `place`: of the template."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals reach the main thread alone
+        return
+
+    def stop(*_: object) -> None:
+        raise EndlessTemplateError(
+            f"the chat template in {place} has not come to an end in {MOST_SECONDS:g} s of "
+            "computing. Mend its loops, or give another (--chat-template FILE)."
+        )
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def _place_of_template(tokenizer: Any) -> str:

@@ -5,6 +5,7 @@ none: compressed, a table of another form, weights, or anything with bytes that 
 """
 
 import codecs
+import shlex
 from pathlib import Path
 
 from longctx_patch.recipes.data.encoding import UTF_16, ZERO_BYTE, not_utf8
@@ -20,7 +21,7 @@ _UNREAD = (
     *(".gz", ".bz2", ".xz", ".zst", ".lz4", ".br", ".zip", ".7z", ".rar", ".tar", ".tgz"),
     *(".tsv", ".xls", ".xlsx", ".ods", ".orc", ".avro", ".feather", ".db", ".sqlite"),
     *(".npy", ".npz", ".h5", ".hdf5", ".pkl", ".pickle", ".tfrecord", ".lance", ".mds"),
-    *(".bin", ".safetensors", ".pt", ".pth", ".ckpt", ".onnx", ".gguf"),
+    *(".bin", ".safetensors", ".pt", ".pth", ".ckpt", ".onnx"),
     *(".pdf", ".doc", ".docx", ".odt", ".rtf", ".epub", ".ppt", ".pptx", ".ps", ".djvu"),
     *(".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ico"),
     *(".wav", ".mp3", ".flac", ".ogg", ".mp4", ".avi", ".mov", ".webm"),
@@ -41,6 +42,11 @@ SNIFFED_BYTES = 2**13
 def reader_of(file: Path) -> Reader:
     """Raises BadRecord for a file that is neither records nor text."""
     suffix = file.suffix.lower()
+    if suffix == ".gguf" or _first_bytes(file, 4) == b"GGUF":
+        raise BadRecord(
+            f"{file} is a GGUF file, a model in the format of llama.cpp, and no data. As a model, "
+            f"`longctx patch {shlex.quote(str(file))}` says how to convert it.{_LEAVE_OUT}"
+        )
     if suffix in _UNREAD:
         raise BadRecord(
             f"{file}: {suffix} files are not read. Unpack it, or write what is in it as .jsonl, "
@@ -51,10 +57,14 @@ def reader_of(file: Path) -> Reader:
     return reader
 
 
+def _first_bytes(file: Path, number: int) -> bytes:
+    with file.open("rb") as opened:
+        return opened.read(number)
+
+
 def _check_head(file: Path, *, is_table: bool) -> None:
     """Look at the first bytes of a file, which are text unless it is a table."""
-    with file.open("rb") as opened:
-        head = opened.read(SNIFFED_BYTES)
+    head = _first_bytes(file, SNIFFED_BYTES)
     if head.startswith(_POINTER):
         raise BadRecord(f"{file} is a pointer of git-lfs: run `git lfs pull` in its folder.")
     if is_table:

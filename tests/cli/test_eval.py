@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from base64 import b64encode
 from collections.abc import Callable
 from html import escape
 from pathlib import Path
@@ -187,18 +188,19 @@ def test_the_table_has_models_side_by_side(both: list[Result]) -> None:
 def test_the_picture_and_the_page_have_every_cell(
     both: list[Result], run: Run, tmp_path: Path
 ) -> None:
-    draw(both, tmp_path / "scores.png")
-    height, width, _ = imread(tmp_path / "scores.png").shape
+    (folder := tmp_path / "eval").mkdir()
+    draw(both, folder / "scores.png")
+    height, width, _ = imread(folder / "scores.png").shape
     assert 400 < height < 2000
     assert 400 < width < 2000
     models = [{"notes": each.notes, "scores": each.scores.as_json()} for each in both]
-    (folder := tmp_path / "eval").mkdir()
     (folder / "scores.json").write_text(json.dumps({"models": models}))
     assert read_result(folder / "scores.json") == both
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     assert run("report", tmp_path).exit_code == 0
     page = (tmp_path / "report.html").read_text()
     assert f"<pre>{escape(table(both))}</pre>" in page
+    assert b64encode((folder / "scores.png").read_bytes()).decode() in page
     (folder / "scores.json").write_text("{}")
     assert run("report", tmp_path).exit_code == 0
     assert "holds no scores" in (tmp_path / "report.html").read_text()

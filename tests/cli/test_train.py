@@ -220,11 +220,20 @@ def test_help_beside_a_run_folder_lists_the_flags_of_its_recipe(folder: Path, ru
     (folder / "finetune.yaml").write_text(yaml.safe_dump(settings))
     result = run("train", folder, "--max-steps", 3, "--help")
     assert result.exit_code == 0
+    titles = [line for line in result.output.splitlines() if line.endswith(":") and line[0] != " "]
+    assert titles == [
+        *("Options:", "The model, and how it is loaded:"),
+        *("How long rows are, and the context that RoPE is scaled for:",),
+        *("What of the model is trained:", "What ends a run, or leaves out a step:"),
+        *("What is evaluated during the training:",),
+        *("The data and the output:", "How ranks share a row:", "The training itself:"),
+    ]
     flat = " ".join(result.output.split())
-    for line in ("say it (default: 77)", "every weight (default: True)", "<pad> 257"):
+    for line in ("say it [77]", "every weight [yes]", "for the copy [yes]", "<pad> 257 --"):
         assert line in flat
-    listed = set(re.findall(r"^  --([a-z]\w+)", result.output, re.MULTILINE))
-    assert {field.name for field in dataclasses.fields(Settings)} <= listed
+    listed = set(re.findall(r"^  --(?:no-)?([a-z-]\S+)", result.output, re.MULTILINE))
+    names = {field.name.replace("_", "-") for field in dataclasses.fields(Settings)}
+    assert names <= listed
 
 
 GIVEN = {"ulysses": 2, "ring": 1, "gradient_accumulation_steps": 3}

@@ -75,6 +75,30 @@ def test_one_command_starts_goes_on_and_ends(
     assert not list(output.glob(".*"))
 
 
+def test_an_output_that_is_deleted_in_a_run_is_made_again(
+    start: Start,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """The run ended with an error, and without the weights that it still had."""
+    train_step = finetune.train_step
+
+    def deletes(accelerator: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+        if state.step == 2:
+            shutil.rmtree(tmp_path / "out")
+        return train_step(accelerator, state, *args, **kwargs)
+
+    monkeypatch.setattr(finetune, "train_step", deletes)
+    output = start("--save-every", "4")
+    assert f"{output} was deleted while the run goes on" in capsys.readouterr().out
+    assert [line["step"] for line in read_metrics(output)] == [3, 4, 5]
+    assert [each.step for each in steps_of(output).found()] == [4]
+    assert (output / "final/adapter_model.safetensors").is_file()
+    start("--resume", "auto")
+    assert "resume: the run has ended" in capsys.readouterr().out
+
+
 def test_a_folder_in_the_place_of_the_next_checkpoint_keeps_its_files(
     start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:

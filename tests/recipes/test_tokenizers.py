@@ -61,7 +61,7 @@ def test_code_that_comes_with_a_tokenizer_is_not_run(
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_chat_template_from_a_file(tmp_path: Path) -> None:
+def test_a_chat_template_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "other.jinja"
     settings = replace(given(tmp_path), tokenizer="bytes", chat_template=str(file))
     with pytest.raises(ValueError, match=f"chat_template: {file} can't be read .*Give a file"):
@@ -70,6 +70,11 @@ def test_a_chat_template_from_a_file(tmp_path: Path) -> None:
     assert models.load_tokenizer(settings).chat_template == file.read_text()
     file.write_text("{% for m in messages %}")
     with pytest.raises(ValueError, match=f"template in {file} is no Jinja, in line 1: .* Mend it"):
+        models.load_tokenizer(settings)
+    numbers = "{% for n in range(99999) %}"
+    file.write_text(f"{numbers}{numbers}{numbers}{'{% endfor %}' * 3}")
+    monkeypatch.setattr("longctx_patch.recipes.data.conversations.MOST_SECONDS", 0.1)
+    with pytest.raises(ValueError, match=f"chat template in {file} has not come to an end in 0.1"):
         models.load_tokenizer(settings)
 
 

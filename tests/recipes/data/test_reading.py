@@ -208,6 +208,13 @@ def test_rows_in_which_nothing_is_learned_are_left_out_and_counted() -> None:
         read(Reading(words(), "tokens", 10, "cut"), record, losses=streamed)
 
 
+def test_a_conversation_that_is_too_long_to_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longctx_patch.recipes.data.conversations.MOST_CHARACTERS", 50)
+    chat = {"messages": [user("w1 " * 20), user("w2", "assistant")]}
+    with pytest.raises(BadRecord, match=r"line 1: a conversation of \d+ characters, and 50 are"):
+        read(Reading(words(), "chat", 100), chat)
+
+
 def reading(kind: Any, **more: Any) -> Reading:
     return Reading(words(), kind, 10, **more)
 

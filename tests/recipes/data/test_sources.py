@@ -151,7 +151,8 @@ BAD = {
     "a.JSONL.gz": (gzip.compress(GOOD), r"a.JSONL.gz: .gz files are not read. Unpack it"),
     "packed.jsonl": (gzip.compress(GOOD), "packed.jsonl holds gzip data, not text. Unpack it"),
     "a.PDF": (b"%PDF-1.4", "a.PDF: .pdf files are not read"),
-    "a.GGUF": (b"", "a.GGUF: .gguf files are not read"),
+    "a.GGUF": (b"", r"a.GGUF is a GGUF file, .* As a model, `longctx patch \S*/a.GGUF` says how"),
+    "quantised": (b"GGUF\3\0\0\0", "quantised is a GGUF file, a model in the format of llama"),
     "a.bin": (b"abc", "a.bin: .bin files are not read"),
     "a.tsv": (b"text\tn\na\t1\n", r"a.tsv: .tsv files are not read.* as .jsonl"),
 }
