@@ -1,5 +1,5 @@
-"""What options of several commands take: one of several names, numbers of tokens, GPUs; and how an
-option that is gone is refused."""
+"""What options of several commands take: one of several names, numbers of tokens, GPUs, rows of a
+step; and how an option that is gone is refused."""
 
 import re
 from collections.abc import Callable
@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from longctx_patch.planner.job import nearest_multiples
 from longctx_patch.rules.names import did_you_mean
 from longctx_patch.rules.number_rules import parse_tokens
 
@@ -58,3 +59,24 @@ def gone_option(name: str, instead: str, *, is_flag: bool = False) -> Callable[[
             raise click.UsageError(f"{name} is gone: {instead}.", context)
 
     return click.option(name, hidden=True, expose_value=False, is_flag=is_flag, callback=refuse)
+
+
+def rows_of_step(rows: int | None, tokens: int | None, seq_len: int) -> int | None:
+    """Rows of a step over all GPUs; None if neither option is given.
+
+    Raises ValueError for both options, and for tokens that aren't whole rows.
+
+    Example:
+        >>> rows_of_step(None, 2**20, 2**15)
+        32
+    """
+    if tokens is None:
+        return rows
+    if rows is not None:
+        raise ValueError("both --rows-per-step and --tokens-per-step are set. Choose one.")
+    if tokens % seq_len:
+        raise ValueError(
+            f"--tokens-per-step {tokens} with --seq-len {seq_len}: a step has whole rows. Use "
+            f"--tokens-per-step {nearest_multiples(tokens, seq_len)}."
+        )
+    return tokens // seq_len

@@ -24,7 +24,7 @@ from longctx_patch.recipes import models
 from longctx_patch.recipes.context import read_factors
 from longctx_patch.recipes.data.losses import Losses
 from longctx_patch.recipes.data.sources import check_apart
-from longctx_patch.recipes.quantised import check_not_fp8
+from longctx_patch.recipes.models import check_not_fp8
 from longctx_patch.recipes.settings import Settings
 from longctx_patch.sequence.layout import LayoutName
 

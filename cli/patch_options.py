@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from longctx_patch.cli.step_rows import rows_of_step
+from longctx_patch.cli.arguments import rows_of_step
 from longctx_patch.families.rope_facts import RopeKind
 from longctx_patch.memory.policies import CheckpointPolicy
 from longctx_patch.recipes.data.addresses import absolute

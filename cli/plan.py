@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
-from longctx_patch.cli.arguments import Choice, Tokens, gone_option
-from longctx_patch.cli.step_rows import rows_of_step
+from longctx_patch.cli.arguments import Choice, Tokens, gone_option, rows_of_step
 from longctx_patch.config import HardwareName
 
 if TYPE_CHECKING:

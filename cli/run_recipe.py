@@ -6,12 +6,11 @@ from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 from longctx_patch.cli.patch_options import PatchOptions
-from longctx_patch.recipes.data.held_out import check_evaluation
 from longctx_patch.recipes.data.losses import EMPTY, Losses
 from longctx_patch.recipes.data.readers import records_of
 from longctx_patch.recipes.data.reading import Reading
 from longctx_patch.recipes.data.records import FIELDS, Kind, Record, named
-from longctx_patch.recipes.data.sources import first_kind, parts_of
+from longctx_patch.recipes.data.sources import check_evaluation, first_kind, parts_of
 from longctx_patch.recipes.data.text_reading import text_of
 from longctx_patch.recipes.settings import ModelSettings, Parallelism, Settings
 

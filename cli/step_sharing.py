@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 from longctx_patch.cli.degree_options import DegreeChooser, asked_degrees
 from longctx_patch.cli.patch_options import PatchOptions
 from longctx_patch.cli.prediction import prediction, require_fit, why_unpredicted
-from longctx_patch.cli.step_rows import forwards_of_step
 from longctx_patch.families.checks import check_model_config
 from longctx_patch.families.facts import ModelFacts
 from longctx_patch.families.recurrent_layers import recurrent_layers
 from longctx_patch.planner.advice import fastest
 from longctx_patch.planner.degrees import TIE, Way
-from longctx_patch.planner.job import Cluster
+from longctx_patch.planner.job import Cluster, nearest_multiples
 from longctx_patch.planner.machines import MACHINES
 from longctx_patch.planner.search import Result, possible_degrees
 from longctx_patch.recipes.memory_report import job_of, predict_run
@@ -67,6 +66,22 @@ def share(
         ways = _by_degree(options, settings, config, predicted.job.cluster, chooser)
         faster = _faster(fastest([way.result for way in ways.values()]), predicted)
     return Sharing(settings=decided, why=why, predicted=predicted, faster=faster)
+
+
+def forwards_of_step(rows: int | None, num_gpus: int, degree: int) -> int:
+    """How many rows each group of `degree` GPUs trains in a step, one after the other.
+
+    Raises ValueError if some groups would have more rows than others.
+    """
+    at_once = num_gpus // degree
+    rows = rows or at_once
+    if rows % at_once:
+        raise ValueError(
+            f"{rows} rows per step with {degree} of {num_gpus} GPUs per row: {at_once} rows are "
+            f"trained at once, so a step has a multiple of {at_once}. Use --rows-per-step "
+            f"{nearest_multiples(rows, at_once)}, or leave the degrees to `longctx patch`."
+        )
+    return rows // at_once
 
 
 class _Predicted(NamedTuple):

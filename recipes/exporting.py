@@ -1,15 +1,27 @@
-"""Trained models as plain transformers and peft load them: an adapter, or all weights."""
+"""Trained models as plain transformers and peft load them, an adapter or all weights, and `final/`:
+such a model with its card, and that the run has ended."""
 
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from transformers import PreTrainedConfig
 
-from longctx_patch.checkpoints.train_state import without_frozen
+from longctx_patch.checkpoints.train_state import without_frozen, write_run
+from longctx_patch.checkpoints.whole_files import replaced
 from longctx_patch.health.weights import check_saved_weights
-from longctx_patch.recipes.model_card import how_to_load, mark_adapter
-from longctx_patch.recipes.model_config import add_older_rope_names, write_config
+from longctx_patch.recipes.model_card import (
+    ADAPTER_FILE,
+    Card,
+    ending,
+    how_to_load,
+    mark_adapter,
+    write_card,
+)
+from longctx_patch.recipes.run_record import mark_ended
 
 
 def export_model(
@@ -58,3 +70,62 @@ def write_model(
         (folder / "README.md").write_text(f"# Adapter\n\n{text}", encoding="utf-8")
     else:
         add_older_rope_names(folder)
+
+
+def write_config(config: PreTrainedConfig, folder: Path) -> None:
+    """Write config.json, with RoPE under both of its names."""
+    config.save_pretrained(folder)
+    add_older_rope_names(folder)
+
+
+def add_older_rope_names(folder: Path) -> None:
+    """Give config.json RoPE also under the names that readers before transformers 5 know.
+
+    Without them, such a reader would silently compute with its default RoPE.
+    """
+    path = folder / "config.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    rope = content.get("rope_parameters") or {}
+    if "rope_type" not in rope:
+        return  # RoPE per kind of layer has no older name
+    names = ("rope_theta", "partial_rotary_factor")
+    content |= {name: rope[name] for name in names if name in rope}
+    if rope["rope_type"] != "default":
+        content["rope_scaling"] = {k: v for k, v in rope.items() if k not in names}
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def write_final(
+    accelerator: Any,
+    model: Any,
+    tokenizer: Any,
+    output: Path,
+    *,
+    seed: int,
+    step: int,
+    config: Any,
+    card: Callable[[], Card],
+    run: Mapping[str, Any],
+) -> None:
+    """Write the model into `final/` of the output, in place of what is there, and mark the run as
+    ended; every process calls this.
+
+    Args:
+        accelerator, model, tokenizer, seed, step: see `export_model`.
+        config: of the model, as it was trained.
+        card: makes what README.md of the model says; one process calls it.
+        run: the run's fingerprint.
+
+    Raises:
+        ValueError: on all ranks, if a weight is not finite.
+    """
+    final = output / "final"
+    with replaced(final) as beside:
+        export_model(accelerator, model, tokenizer, beside, seed=seed, step=step)
+        if accelerator.is_main_process:
+            write_card(beside, card(), config, final)
+            if (beside / ADAPTER_FILE).is_file():  # by which `longctx merge` knows its base
+                write_run(beside, step, {"weights": run["weights"]})
+    if accelerator.is_main_process:
+        mark_ended(output, run)
+        print(ending(final), flush=True)

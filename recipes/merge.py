@@ -23,8 +23,8 @@ from longctx_patch.checkpoints.train_state import RUN_FILE, read_run
 from longctx_patch.families.load_config import load_model_config
 from longctx_patch.families.stored_tensors import INDEX, files_of_index
 from longctx_patch.recipes.adapter import AdapterOverBase, load_adapter_config
+from longctx_patch.recipes.exporting import write_config
 from longctx_patch.recipes.model_card import ADAPTER_FILE
-from longctx_patch.recipes.model_config import write_config
 from longctx_patch.recipes.models import is_bare_config
 
 TOKENIZER = (

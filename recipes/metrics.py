@@ -1,11 +1,13 @@
-"""One line of JSON per step, and the numbers of this process that belong in it."""
+"""One line of JSON per step, the numbers of this process that belong in it, and a progress bar."""
 
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 if TYPE_CHECKING:
     import torch
@@ -85,3 +87,23 @@ def peak_memory_bytes(device: "torch.device") -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+SECONDS_BETWEEN_LINES = 30
+
+
+class ProgressBar(tqdm):
+    """tqdm's bar on a terminal; elsewhere a line every half a minute, and one at the end."""
+
+    def __init__(self, **options: Any) -> None:
+        if not sys.stderr.isatty():
+            often = SECONDS_BETWEEN_LINES
+            options |= {"mininterval": often, "maxinterval": often}
+        super().__init__(**options)
+
+    @staticmethod
+    def status_printer(file: Any) -> Callable[[str], None]:
+        if file.isatty():
+            printer: Callable[[str], None] = tqdm.status_printer(file)
+            return printer
+        return lambda line: print(line, file=file, flush=True)

@@ -26,7 +26,7 @@ from longctx_patch.families.load_config import (
     whole_config,
 )
 from longctx_patch.families.rope_facts import reach_problem
-from longctx_patch.families.text_part import auto_class
+from longctx_patch.families.text_part import auto_class, auto_class_name
 from longctx_patch.plugin import NeedsWholeReading, text_model, unread_model
 from longctx_patch.plugin.random_weights import random_model
 from longctx_patch.plugin.stored_check import check_loaded, check_stored, freeze_as_made
@@ -34,7 +34,6 @@ from longctx_patch.recipes.data.conversations import check_template
 from longctx_patch.rules.launched import flag
 
 from .also_train import adapter_options, prepare_copies
-from .quantised import check_not_fp8
 from .run_record import WEIGHT_FILES
 from .settings import DtypeName, ModelSettings, Settings
 
@@ -364,3 +363,31 @@ def check_weights(model: str) -> None:
             f"random weights, give the file itself: `longctx patch {path} ...`, or in the recipe "
             f"`--model {path}`."
         )
+
+
+FP8_METHODS = frozenset({"fp8", "fbgemm_fp8"})
+
+
+def check_not_fp8(model: str, config: Any) -> None:
+    """Refuse FP8 weights, and say how they are written in bfloat16.
+
+    No gradients pass through their kernels on GPUs, and what was trained would be saved beside a
+    config that calls it FP8.
+
+    Args:
+        model: hub name or local folder.
+        config: of the model, or of its text model.
+    """
+    method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
+    if method not in FP8_METHODS:
+        return
+    is_whole = not is_bare_config(model) and whole_config(model) is not None
+    kind = "AutoModelForImageTextToText" if is_whole else auto_class_name(config)
+    name = f"{Path(model).name}-bf16"
+    raise ValueError(
+        f"model {model!r} has weights in 8-bit floating point (quantization_config with "
+        f"quant_method {method!r} in its config.json), which can be served but not trained. Take "
+        "its checkpoint in bfloat16, or write one and put the tokenizer beside it: "
+        f"{kind}.from_pretrained({model!r}, dtype=torch.bfloat16, quantization_config="
+        f"transformers.FineGrainedFP8Config(dequantize=True)).save_pretrained({name!r})."
+    )

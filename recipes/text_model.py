@@ -16,7 +16,7 @@ from longctx_patch.families.load_config import load_model_config
 from longctx_patch.families.text_part import auto_class_name
 from longctx_patch.plugin import text_model
 from longctx_patch.recipes.launch import one_message
-from longctx_patch.recipes.quantised import check_not_fp8
+from longctx_patch.recipes.models import check_not_fp8
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from longctx_patch.data import pack_lengths
 from longctx_patch.recipes.data.losses import say_losses
-from longctx_patch.recipes.data.shared_arrays import shared_arrays
+from longctx_patch.recipes.data.sealed import shared_arrays
 from longctx_patch.recipes.data.token_stream import TokenStream
 from longctx_patch.recipes.row_order import Row
 

@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from longctx_patch.recipes.data.held_out import check_evaluation
 from longctx_patch.recipes.data.losses import Losses
 from longctx_patch.recipes.data.records import NoRecords
-from longctx_patch.recipes.data.shared_arrays import Arrays, shared_arrays
-from longctx_patch.recipes.data.sources import check_apart
+from longctx_patch.recipes.data.sealed import Arrays, shared_arrays
+from longctx_patch.recipes.data.sources import check_apart, check_evaluation
 from longctx_patch.recipes.data.text_reading import TextReading
 from longctx_patch.recipes.data.token_stream import TokenStream
 from longctx_patch.recipes.data.token_table import losses_of, table_of

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 from datasets import concatenate_datasets
 
 from longctx_patch.recipes import models
-from longctx_patch.recipes.data.held_out import check_evaluation
 from longctx_patch.recipes.data.losses import Losses, say_losses
 from longctx_patch.recipes.data.reading import Reading
 from longctx_patch.recipes.data.records import FIELDS
-from longctx_patch.recipes.data.sources import check_apart, first_kind
+from longctx_patch.recipes.data.sources import check_apart, check_evaluation, first_kind
 from longctx_patch.recipes.data.token_table import losses_of, mixed, stream_of, table_of
 from longctx_patch.recipes.row_order import evenly
 from longctx_patch.recipes.trl_settings import TrlSettings, parse

@@ -31,7 +31,7 @@ from longctx_patch.recipes import hub, models
 from longctx_patch.recipes.also_train import check_precision
 from longctx_patch.recipes.context_steps import ContextStepsCallback, asked_of, check_tasks
 from longctx_patch.recipes.ended import is_over
-from longctx_patch.recipes.final_model import write_final
+from longctx_patch.recipes.exporting import write_final
 from longctx_patch.recipes.identity import check_fingerprint, with_weights
 from longctx_patch.recipes.launch import check_launcher
 from longctx_patch.recipes.model_card import Card, card_of

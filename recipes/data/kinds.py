@@ -8,8 +8,7 @@ import codecs
 import shlex
 from pathlib import Path
 
-from longctx_patch.recipes.data.encoding import UTF_16, ZERO_BYTE, not_utf8
-from longctx_patch.recipes.data.readers import Reader
+from longctx_patch.recipes.data.readers import UTF_16, ZERO_BYTE, Reader, not_utf8
 from longctx_patch.recipes.data.records import BadRecord
 
 READERS: dict[str, Reader] = {

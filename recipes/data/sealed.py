@@ -5,17 +5,22 @@ A file's size and digest are compared each time: 100 million tokens take 0.06 s.
 that are compared as rows are read take 10 times as long, and find a change in the middle of a run.)
 """
 
+import io
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import datasets.config
+import numpy as np
 import xxhash
+from filelock import FileLock
 
 from longctx_patch.checkpoints.whole_files import write_whole
 
 SEAL = "sealed.json"
 BLOCK_BYTES = 2**18
+Arrays = Mapping[str, np.ndarray]
 
 
 def seal(folder: Path, files: Iterable[Path], **more: Any) -> None:
@@ -55,3 +60,23 @@ def _facts(file: Path) -> tuple[int, str]:
             content.update(memoryview(buffer)[:number])
             size += number
     return size, content.hexdigest()
+
+
+def shared_arrays(key: str, names: tuple[str, ...], make: Callable[[], Arrays]) -> Arrays:
+    """The arrays of these names, made if they are not there; others wait while one makes them. They
+    lie beside the tables of tokens, in the cache of `datasets`, and are mapped into memory.
+
+    `key` is equal where `make` gives equal arrays, and unlike any other.
+    """
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "longctx_rows" / key
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / f"{name}.npy" for name in names]
+    with FileLock(folder / ".lock"):
+        if what_changed(folder):  # or not made yet, or not to its end
+            made = make()
+            for name, file in zip(names, files, strict=True):
+                content = io.BytesIO()
+                np.save(content, made[name])
+                write_whole(file, content.getvalue())
+            seal(folder, files)
+    return {name: np.load(file, mmap_mode="r") for name, file in zip(names, files, strict=True)}

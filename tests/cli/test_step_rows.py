@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from longctx_patch.cli.step_rows import forwards_of_step, rows_of_step
+from longctx_patch.cli.arguments import rows_of_step
+from longctx_patch.cli.step_sharing import forwards_of_step
 from tests.cli.conftest import Run
 from tests.planner.jobs import LLAMA_8B
 

@@ -1,11 +1,18 @@
 """A tiny byte-level Llama's config and a text, written for each test."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from longctx_patch.recipes import finetune
+from longctx_patch.recipes.metrics import read_metrics
 from tests.tiny_llama import TINY_LLAMA
+
+Start = Callable[..., Path]
+NUMBERS = ("step", "loss", "grad_norm", "learning_rate", "tokens", "skipped")
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +37,24 @@ def text_file(tmp_path: Path) -> Path:
     lines = (f"{number} times {number + 3} is {number * (number + 3)}.\n" for number in range(999))
     path.write_text("".join(lines)[:5000])
     return path
+
+
+@pytest.fixture
+def start(config_file: Path, text_file: Path, tmp_path: Path) -> Start:
+    """A function that runs the recipe with these flags, and returns its output."""
+
+    def started(*flags: str, folder: str = "out") -> Path:
+        pairs = {"model": config_file, "text": text_file, "output": tmp_path / folder}
+        given = [word for name, value in pairs.items() for word in (f"--{name}", str(value))]
+        finetune.main([*given, "--seq-len", "64", "--max-steps", "5", *flags])
+        return tmp_path / folder
+
+    return started
+
+
+def numbers(output: Path) -> list[list[Any]]:
+    """The numbers of each step, which must be bitwise equal in two equal runs."""
+    return [[line.get(name) for name in NUMBERS] for line in read_metrics(output)]
 
 
 def write_documents(folder: Path, *lengths: int) -> Path:

@@ -18,16 +18,15 @@ from trl import DPOConfig, SFTConfig
 from longctx_patch.health.finite import BadStepError
 from longctx_patch.hf.sentinel import DriftError
 from longctx_patch.recipes import finetune
-from longctx_patch.recipes.metrics import read_metrics, strict_line
+from longctx_patch.recipes.metrics import strict_line
 from longctx_patch.recipes.settings import Settings
 from longctx_patch.rules.number_rules import check_numbers
 from tests.health.planted import planted
 from tests.plugin.launched import run_launched
-from tests.recipes.conftest import write_documents
+from tests.recipes.conftest import numbers, write_documents
 from tests.tiny_llama import TINY_LLAMA
 
 GRADIENT = "model.layers.1.mlp.up_proj.weight"
-COMPARED = ("step", "loss", "grad_norm", "learning_rate", "tokens", "skipped")
 
 
 @pytest.fixture
@@ -35,10 +34,6 @@ def job(tmp_path: Path, config_file: Path, text_file: Path) -> list[str]:
     """Arguments of a run of seven steps without an output."""
     flags = ["--model", str(config_file), "--text", str(text_file), "--seq-len", "64", "--full"]
     return [*flags, "--max-steps", "7", "--learning-rate", "1e-2", "--weight-decay", "0.1"]
-
-
-def numbers(output: Path) -> list[list[Any]]:
-    return [[line.get(name) for name in COMPARED] for line in read_metrics(output)]
 
 
 def strict(output: Path) -> list[dict[str, Any]]:

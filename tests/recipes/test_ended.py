@@ -2,27 +2,18 @@
 refused. Only the number of steps was compared, and another learning rate was said to have ended."""
 
 import json
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from longctx_patch.recipes import finetune
 from longctx_patch.recipes.metrics import read_metrics
-
-Start = Callable[..., Path]
+from tests.recipes.conftest import Start
 
 
 @pytest.fixture
-def start(config_file: Path, text_file: Path, tmp_path: Path) -> Start:
-    def started(*flags: str, folder: str = "out") -> Path:
-        pairs = {"model": config_file, "text": text_file, "output": tmp_path / folder}
-        given = [word for name, value in pairs.items() for word in (f"--{name}", str(value))]
-        given += ["--seq-len", "64", "--max-steps", "2", "--scheduler", "constant"]
-        finetune.main([*given, "--resume", "auto", *flags])
-        return tmp_path / folder
-
-    return started
+def start(start: Start) -> Start:
+    return partial(start, *("--max-steps", "2", "--scheduler", "constant", "--resume", "auto"))
 
 
 def state_of(output: Path) -> dict[str, int]:

@@ -15,7 +15,7 @@ from longctx_patch.recipes import finetune, models
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.settings import Settings
 from longctx_patch.recipes.stages import START_FILE
-from tests.recipes.conftest import write_documents
+from tests.recipes.conftest import Start, numbers, write_documents
 
 KEYS = {
     *("step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second"),
@@ -27,30 +27,20 @@ STAGES = ["processes", "data", "model", "weights", "rehearsal", "first step"]
 
 
 class Run:
-    """Starts runs of the recipe with a tiny model on a short text."""
+    """Starts runs of the recipe in folders of their names."""
 
-    def __init__(self, model: Path, text: Path, folder: Path) -> None:
-        self.model, self.text, self.folder = model, text, folder
+    def __init__(self, start: Start, folder: Path) -> None:
+        self._start, self.folder = start, folder
 
     def __call__(self, name: str, *flags: str, **changes: Any) -> Path:
-        values = {"model": self.model, "text": self.text, "seq-len": 64, "max-steps": 4, **changes}
-        values = {"learning-rate": 1e-2, "output": self.folder / name, **values}
+        values = {"max-steps": 4, "learning-rate": 1e-2, **changes}
         pairs = [text for key, value in values.items() for text in (f"--{key}", str(value))]
-        finetune.main([*pairs, *flags])
-        return self.folder / name
+        return self._start(*pairs, *flags, folder=name)
 
 
 @pytest.fixture
-def run(config_file: Path, text_file: Path, tmp_path: Path) -> Run:
-    return Run(config_file, text_file, tmp_path)
-
-
-def numbers(output: Path) -> list[tuple[float, ...]]:
-    """The numbers of each step, which must be bitwise equal in two equal runs."""
-    return [
-        (line["step"], line["loss"], line["grad_norm"], line["learning_rate"], line["tokens"])
-        for line in read_metrics(output)
-    ]
+def run(start: Start, tmp_path: Path) -> Run:
+    return Run(start, tmp_path)
 
 
 class OneIsSlow(PaceCheck):
@@ -111,9 +101,9 @@ def test_the_loss_of_packed_rows_is_that_of_their_documents_alone(
 ) -> None:
     """Step 2, with two packed rows, has the loss that transformers computes from single documents
     with the model saved after step 1. One document is longer than a row."""
-    run.text = write_documents(tmp_path, 3, 50, 17, 150, 31, 8, 40, 2, 59)
+    text = write_documents(tmp_path, 3, 50, 17, 150, 31, 8, 40, 2, 59)
     flags = ("--full", "--pack", "--batch-size", "2", "--save-every", "1")
-    out = run("out", *flags, **{"max-steps": 2})
+    out = run("out", *flags, **{"max-steps": 2, "text": text})
     # With an eos token each, 369 tokens: 151 of them become 64, 64 and 23.
     assert (
         "packed 9 documents into 6 rows, 96.1% full; longer than a row, so split: 1\n"
@@ -123,7 +113,7 @@ def test_the_loss_of_packed_rows_is_that_of_their_documents_alone(
     assert [line["packing_efficiency"] for line in lines] == [369 / (6 * 64)] * 2
 
     tokenizer = AutoTokenizer.from_pretrained(out / "final")
-    arguments = [f"--text={run.text}", "--model=m", "--output=o", "--seq-len=64", *flags]
+    arguments = [f"--text={text}", "--model=m", "--output=o", "--seq-len=64", *flags]
     data = finetune.build_data(finetune.parse_settings(arguments), tokenizer)
     (rows,) = data.stages[0].order.micro_batches(1, 0)
     assert all(len(row["seq_lengths"]) > 1 for row in rows)

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoConfig
 
 from longctx_patch.recipes import finetune
-from longctx_patch.recipes.model_config import write_config
+from longctx_patch.recipes.exporting import write_config
 from tests.hf.tiny import tiny_config
 
 PARTIAL = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.75}

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +14,13 @@ from longctx_patch.checkpoints.manifest import BEGUN, MANIFEST, problems_of
 from longctx_patch.checkpoints.output_folder import resume_name
 from longctx_patch.checkpoints.series import steps_of
 from longctx_patch.health.agreement import versions
-from longctx_patch.recipes import final_model, finetune, identity
+from longctx_patch.recipes import exporting, finetune, identity
 from longctx_patch.recipes.launch import one_message
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.settings import parse_settings
 from tests.checkpoints.test_disk import full_disk
+from tests.recipes.conftest import Start, numbers
 from tests.tiny_llama import TINY_LLAMA
-
-Start = Callable[..., Path]
-
-
-@pytest.fixture
-def start(config_file: Path, text_file: Path, tmp_path: Path) -> Start:
-    def started(*flags: str) -> Path:
-        pairs = {"model": config_file, "text": text_file, "output": tmp_path / "out"}
-        given = [word for name, value in pairs.items() for word in (f"--{name}", str(value))]
-        finetune.main([*given, "--seq-len", "64", "--max-steps", "5", *flags])
-        return tmp_path / "out"
-
-    return started
-
-
-def numbers(output: Path) -> list[tuple[float, ...]]:
-    return [(line["step"], line["loss"], line["grad_norm"]) for line in read_metrics(output)]
 
 
 def test_one_command_starts_goes_on_and_ends(
@@ -274,7 +257,7 @@ def test_a_run_that_is_ended_while_it_writes_its_model_writes_it_anew(
 
     out = tmp_path / "out"
     with monkeypatch.context() as patched:
-        patched.setattr(final_model, "write_card", dies)
+        patched.setattr(exporting, "write_card", dies)
         with pytest.raises(CantWriteError, match="No space"):
             finetune.main([*command, f"--output={out}"])
     assert (out / "final.incomplete/model.safetensors").is_file()

@@ -19,12 +19,7 @@ from longctx_patch.recipes import finetune
 from longctx_patch.recipes.metrics import read_metrics
 from tests.harness import run_distributed
 from tests.launching import start_forked, start_longctx
-
-NUMBERS = ("step", "loss", "grad_norm", "learning_rate", "tokens")
-
-
-def numbers(output: Path) -> list[tuple[float, ...]]:
-    return [tuple(line[name] for name in NUMBERS) for line in read_metrics(output)]
+from tests.recipes.conftest import numbers
 
 
 def test_a_signal_leaves_a_note_and_handlers_come_back() -> None:

@@ -12,10 +12,9 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from longctx_patch.recipes.data import addresses
 from longctx_patch.recipes.data.addresses import Address, absolute, address_of
-from longctx_patch.recipes.data.held_out import check_evaluation
 from longctx_patch.recipes.data.readers import records_of
 from longctx_patch.recipes.data.records import BadRecord
-from longctx_patch.recipes.data.sources import check_apart, parts_of
+from longctx_patch.recipes.data.sources import check_apart, check_evaluation, parts_of
 
 COMMITS = ["a" * 40, "b" * 40]
 
