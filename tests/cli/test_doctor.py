@@ -1,4 +1,4 @@
-"""`longctx doctor` on this machine, and its report of faked faults."""
+"""`longctx doctor` on this machine, but for its exchange (tests/diagnosis), and of faked faults."""
 
 import json
 import sys
@@ -31,7 +31,9 @@ def checks_of(output: str) -> dict[str, Any]:
     return {each["name"]: each for each in json.loads(output)["checks"]}
 
 
-def test_a_real_run_checks_everything(run: Run, tmp_path: Path) -> None:
+def test_it_checks_everything(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fine = Check("exchange", "ok", "fine")
+    monkeypatch.setattr(exchange, "check_exchange", lambda num_gpus, limit: fine)
     result = run("doctor", "--json", "--limit", 200, "--out", tmp_path)
     assert result.exit_code == 0, result.output
     report = json.loads(result.output)
