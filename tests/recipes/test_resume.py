@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM, LlamaConfig, set_seed
 
 from longctx_patch.checkpoints.disk import CantWriteError
-from longctx_patch.checkpoints.manifest import BEGUN, MANIFEST, problems_of
+from longctx_patch.checkpoints.manifest import BEGUN, MANIFEST
 from longctx_patch.checkpoints.output_folder import resume_name
 from longctx_patch.checkpoints.series import steps_of
 from longctx_patch.health.agreement import versions
@@ -80,30 +80,6 @@ def test_an_output_that_is_deleted_in_a_run_is_made_again(
     assert (output / "final/adapter_model.safetensors").is_file()
     start("--resume", "auto")
     assert "resume: the run has ended" in capsys.readouterr().out
-
-
-def test_a_folder_in_the_place_of_the_next_checkpoint_keeps_its_files(
-    start: Start, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It was said to be left alone, and was deleted when that step was saved."""
-    command = ("--resume", "auto", "--save-every", "2", "--keep-last", "1")
-    output = start(*command, "--max-steps", "2", "--scheduler", "constant")
-    for step in (4, 6):
-        folder = steps_of(output).path_of(step)
-        folder.mkdir()
-        (folder / "notes.txt").write_text("mine")
-    capsys.readouterr()
-    start(*command, "--scheduler", "constant")
-    said = capsys.readouterr().out
-    place = steps_of(output).path_of(4)
-    assert f"{place} is no checkpoint of this package, and is left alone" in said
-    assert f"it is now {place.name}.kept, with all its files" in said
-    assert problems_of(place) == []
-    found = sorted(path.name for path in place.parent.iterdir())
-    assert found == ["step_000004", "step_000004.kept", "step_000006"]
-    for name in found[1:]:
-        (notes,) = (place.parent / name).iterdir()
-        assert notes.read_text() == "mine"
 
 
 def test_checkpoints_of_older_versions_are_not_trained_over(start: Start) -> None:
@@ -205,19 +181,6 @@ def test_resume_in_words(words: list[str], line: str, found: str, tmp_path: Path
 def test_other_words_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"resume='aut'.*auto"):
         resume_name("aut")
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--keep-every", "4"], "keep_every=4 without keep_last"),
-        (["--keep-every", "4", "--keep-last", "1", "--save-every", "3"], "multiple of save_every"),
-        (["--keep-last", "-1"], "keep_last=-1: it must be 0 or more"),
-    ],
-)
-def test_retention_that_keeps_nothing_is_refused(flags: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse_settings(["--model=m", "--text=t", "--seq-len=64", "--output=o", *flags])
 
 
 def test_a_run_ends_with_one_message_and_goes_on(
