@@ -11,7 +11,7 @@ from typing import Any
 
 from longctx_patch.cli.patch_options import PatchOptions, check_out
 from longctx_patch.cli.prediction import cluster_of
-from longctx_patch.cli.run_recipe import Task, check_first_records, choose_task
+from longctx_patch.cli.run_recipe import SAVE_EVERY, Task, check_first_records, choose_task
 from longctx_patch.cli.step_sharing import Sharing, degrees_of, share
 from longctx_patch.config import LongContextConfig
 from longctx_patch.families.checks import check_model_config
@@ -27,9 +27,6 @@ from longctx_patch.recipes.data.sources import check_apart
 from longctx_patch.recipes.models import check_not_fp8
 from longctx_patch.recipes.settings import Settings
 from longctx_patch.sequence.layout import LayoutName
-
-SAVE_EVERY = 25
-"""Steps between checkpoints, so that an interrupted run can be resumed."""
 
 SAME_NAME = (
     *("seq_len", "rope_theta", "rope_factor", "allow_beyond_reach", "lora", "load_in_4bit"),

@@ -10,12 +10,12 @@ from typing import Any
 
 from longctx_patch.recipes.metrics import METRICS_FILE, whole_lines
 from longctx_patch.recipes.run_record import FAILURE_FILE, SETTINGS_FILES
+from longctx_patch.recipes.stages import START_FILE
 from longctx_patch.recipes.yaml_file import read_yaml
 
 Points = list[tuple[float, float]]
 """(step, value), by rising step."""
 STATE_FILE, PLAN_FILE = "trainer_state.json", "plan.json"
-START_FILE = "start.json"
 SCORES = ("eval*/scores.json", "eval/step-*/scores.json")
 """Files of `longctx eval`, and of evaluations during the training."""
 SHOWN = ("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second")

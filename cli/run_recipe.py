@@ -17,7 +17,8 @@ from longctx_patch.recipes.settings import ModelSettings, Parallelism, Settings
 RecipeName = Literal["finetune", "sft", "dpo"]
 LEARNING_RATES = {("sft", True): 2e-4, ("sft", False): 2e-5, ("dpo", True): 1e-5}
 """TRL's defaults, and ten times as much for an adapter, as TRL advises; by (recipe, adapter)."""
-SAVE_STEPS = 25
+SAVE_EVERY = 25
+"""Steps between checkpoints, so that an interrupted run can be resumed."""
 NUM_CHECKED = 20
 """Records of each source's first file that are read before a run folder is written."""
 
@@ -158,10 +159,10 @@ def _training(recipe: RecipeName, options: PatchOptions, settings: Settings) -> 
         "lr_scheduler_type": "cosine",
         "logging_steps": 1,
         "save_strategy": "steps",
-        "save_steps": SAVE_STEPS,
+        "save_steps": SAVE_EVERY,
         "save_total_limit": 2,
         "eval_strategy": "steps" if evaluates else "no",
-        "eval_steps": SAVE_STEPS,
+        "eval_steps": SAVE_EVERY,
         "load_best_model_at_end": evaluates,
         "bf16": not options.cpu,
         "use_cpu": options.cpu,

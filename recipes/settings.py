@@ -49,34 +49,6 @@ OTHER_DEFAULTS = {"layout": "auto", "checkpoint": "auto"}
 """Defaults here that differ from LongContextConfig's; `auto` stands for a layout of None."""
 
 
-def resume_setting() -> Any:
-    """The setting `resume`: `--resume` alone is yes, and so is `resume: true` in YAML."""
-    return setting(
-        "go on from the newest whole checkpoint in the output; auto: or start, as it finds",
-        default="no",
-        nargs="?",
-        const="yes",
-    )
-
-
-def save_in_background_setting() -> Any:
-    """The setting `save_in_background`, as all recipes have it."""
-    return setting(
-        "train on while a checkpoint is written, where the host has memory for the copy",
-        default=True,
-    )
-
-
-def data_shares_setting() -> Any:
-    """The setting `data_shares`, as all recipes have it."""
-    return setting("each source's share of all tokens; none: every row once", default=[])
-
-
-def allow_dropped_setting() -> Any:
-    """The setting `allow_dropped`, as all recipes have it."""
-    return setting("train though more than 1 % of the records are in no row", default=False)
-
-
 def check_shares(shares: Sequence[float], num_sources: int) -> None:
     """Raise ValueError unless there is none, or one above 0 for each source."""
     if shares and len(shares) != num_sources:
@@ -86,15 +58,6 @@ def check_shares(shares: Sequence[float], num_sources: int) -> None:
         )
     if not all(0 < share < math.inf for share in shares):
         raise ValueError(f"data_shares={[*shares]}: each is a number above 0.")
-
-
-def allow_change_setting() -> Any:
-    """The setting `allow_change`, as all recipes have it."""
-    return setting(
-        "what a resumed run may change: names as the refusal says them, such as versions.torch or "
-        "weights",
-        default=[],
-    )
 
 
 def _parallelism_settings() -> Iterator[tuple[str, Any, Any]]:
@@ -226,11 +189,14 @@ class _ContextEvaluated(_Guarded):
         """Tokens of the rows of these tasks, rising."""
         return tuple(sorted({*self.eval_context_lengths} or {self.seq_len, self.target_length}))
 
+    def _check_at_least(self, name: str, least: int) -> None:
+        if getattr(self, name) < least:
+            raise ValueError(f"{name}={getattr(self, name)}: it must be {least} or more.")
+
     def _check_context_evaluation(self) -> None:
-        leasts = {"eval_context_steps": 0, "eval_context_samples": 1, "max_eval_samples": 0}
-        for name, least in leasts.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)}: it must be {least} or more.")
+        for name in ("eval_context_steps", "max_eval_samples"):
+            self._check_at_least(name, 0)
+        self._check_at_least("eval_context_samples", 1)
         tasks = [name for item in self.eval_context_tasks for name in item.split(",")]
         object.__setattr__(self, "eval_context_tasks", tasks)
         for task in tasks:
@@ -285,13 +251,41 @@ class ModelSettings(_ContextEvaluated):
         if not 0 <= self.lora_dropout < 1:
             raise ValueError(f"lora_dropout={self.lora_dropout}: a share, from 0 to below 1.")
 
-    def _check_at_least(self, name: str, least: int) -> None:
-        if getattr(self, name) < least:
-            raise ValueError(f"{name}={getattr(self, name)}: it must be {least} or more.")
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """The data and the output."""
+
+    data_shares: list[float] = setting(
+        "each source's share of all tokens; none: every row once", default=[]
+    )
+    eval_data: list[str] = setting(
+        "sources to evaluate on, of which the split is named: SOURCE:test", default=[]
+    )
+    text_field: str = setting("name of the text field in records", default="text")
+    allow_dropped: bool = setting(
+        "train though more than 1 % of the records are in no row", default=False
+    )
+    # `--resume` alone is yes, and so is `resume: true` in YAML.
+    resume: ResumeName = setting(
+        "go on from the newest whole checkpoint in the output; auto: or start, as it finds",
+        default="no",
+        nargs="?",
+        const="yes",
+    )
+    allow_change: list[str] = setting(
+        "what a resumed run may change: names as the refusal says them, such as versions.torch or "
+        "weights",
+        default=[],
+    )
+    save_in_background: bool = setting(
+        "train on while a checkpoint is written, where the host has memory for the copy",
+        default=True,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Text:
+class _Text(DataSettings):
     """The data and the output."""
 
     text: list[str] = setting(
@@ -299,22 +293,14 @@ class _Text:
         "hub names; SOURCE:SPLIT, OWNER/NAME@REVISION:CONFIG/SPLIT",
         default=[],
     )
-    data_shares: list[float] = data_shares_setting()
     mixture: str = setting(
         "shares of long and short documents in the tokens, packed: prolong, olmo3, or "
         "long=0.6,short=0.4,from=16K",
         default="",
     )
-    eval_data: list[str] = setting(
-        "sources to evaluate on, of which the split is named: SOURCE:test", default=[]
-    )
-    text_field: str = setting("name of the text field in records", default="text")
-    allow_dropped: bool = allow_dropped_setting()
     one_document_per_row: bool = setting("rows never join two documents", default=False)
     pack: bool = setting("rows are packed of documents that don't see each other", default=False)
     output: str = setting("folder to write, empty or new", default="")
-    resume: ResumeName = resume_setting()
-    allow_change: list[str] = allow_change_setting()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -345,7 +331,6 @@ class Settings(Parallelism, _Text, ModelSettings):
     max_grad_norm: float = setting("clip to this gradient norm; 0 never clips", default=1.0)
     seed: int = setting("seed of weights, row order and dropout", default=0)
     save_every: int = setting("steps between checkpoints; 0 saves at the end only", default=0)
-    save_in_background: bool = save_in_background_setting()
     keep_last: int = setting("newest checkpoints that are kept; 0 keeps all", default=0)
     keep_every: int = setting(
         "with keep_last, checkpoints of every so many steps are kept for ever", default=0

@@ -254,7 +254,8 @@ def build(
         save_in_background=settings.save_in_background,
         **given,
     )
-    trainer.accelerator.print(f"{len_text(data.train)} rows of {settings.seq_len} tokens at most")
+    number = f"{len(data.train):,}" if hasattr(data.train, "__len__") else "a stream of"
+    trainer.accelerator.print(f"{number} rows of {settings.seq_len} tokens at most")
     return trainer
 
 
@@ -294,7 +295,3 @@ def callbacks(
     if settings.sample_prompts:
         found.append(SampleCallback(tokenizer, settings.sample_prompts, settings.sample_tokens))
     return found
-
-
-def len_text(rows: Any) -> str:
-    return f"{len(rows):,}" if hasattr(rows, "__len__") else "a stream of"

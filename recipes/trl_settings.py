@@ -13,20 +13,16 @@ from typing import Any, get_args, get_type_hints
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from trl import TrlParser
 
-from longctx_patch.checkpoints.output_folder import ResumeName, resume_name
+from longctx_patch.checkpoints.output_folder import resume_name
 from longctx_patch.config import LongContextConfig
 from longctx_patch.recipes.data.reading import TooLong
 from longctx_patch.recipes.data.unwritten import FIELDS
 from longctx_patch.recipes.settings import (
+    DataSettings,
     ModelSettings,
     Parallelism,
-    allow_change_setting,
-    allow_dropped_setting,
     check_shares,
-    data_shares_setting,
     parallelism_of,
-    resume_setting,
-    save_in_background_setting,
     setting,
 )
 from longctx_patch.recipes.settings_file import (
@@ -45,7 +41,7 @@ USUAL_MAX_LENGTH = (None, 1024, 2048)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrlSettings(Parallelism, ModelSettings):
+class TrlSettings(Parallelism, DataSettings, ModelSettings):
     """The data, and what the trainer of TRL has no setting for."""
 
     data: list[str] = setting(
@@ -53,26 +49,17 @@ class TrlSettings(Parallelism, ModelSettings):
         "hub names; SOURCE:SPLIT, OWNER/NAME@REVISION:CONFIG/SPLIT",
         default=[],
     )
-    data_shares: list[float] = data_shares_setting()
-    eval_data: list[str] = setting(
-        "sources to evaluate on, of which the split is named: SOURCE:test", default=[]
-    )
     eval_share: float = setting("part of the rows held out to evaluate on", default=0.0)
-    text_field: str = setting("name of the text field in records", default="text")
     too_long: TooLong = setting(
         "records longer than seq_len: refuse, cut (drop the end) or split", default="refuse"
     )
     may_leave_out: list[str] = setting(
         f"fields that the chat template need not write: {', '.join(FIELDS)}", default=[]
     )
-    allow_dropped: bool = allow_dropped_setting()
     split_special_tokens: bool = setting(
         "special tokens that records write themselves are read as letters", default=False
     )
     streaming: bool = setting("make rows while reading, no table on disk", default=False)
-    resume: ResumeName = resume_setting()
-    allow_change: list[str] = allow_change_setting()
-    save_in_background: bool = save_in_background_setting()
     keep_every: int = setting(
         "with save_total_limit, checkpoints of every so many steps are kept for ever", default=0
     )

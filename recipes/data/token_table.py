@@ -217,7 +217,9 @@ def mixed(tables: Sequence[Dataset], shares: Sequence[float], *, seed: int) -> D
     Rows of a table are taken in order, and over again until each table has been taken once.
     `shares`: numbers above 0, which need not add up to 1.
     """
-    per_row = [share / _mean_length(table) for table, share in zip(tables, shares, strict=True)]
+    per_row = [
+        share / lengths_of(table).mean() for table, share in zip(tables, shares, strict=True)
+    ]
     return interleave_datasets(
         list(tables),
         probabilities=[part / sum(per_row) for part in per_row],
@@ -279,10 +281,6 @@ def fingerprint(parts: Sequence[Part], reading: RowReading) -> str:
 def _features(reading: RowReading) -> Features:
     kinds = reading.columns.items()
     return Features({n: List(Value("int32")) if k == "tokens" else Value(k) for n, k in kinds})
-
-
-def _mean_length(table: Dataset) -> float:
-    return float(lengths_of(table).mean())
 
 
 def _reason(error: BaseException) -> ValueError:
