@@ -28,7 +28,6 @@ from longctx_patch.families.load_config import (
 from longctx_patch.families.rope_facts import reach_problem
 from longctx_patch.families.text_part import auto_class, auto_class_name
 from longctx_patch.plugin import NeedsWholeReading, text_model, unread_model
-from longctx_patch.plugin.random_weights import random_model
 from longctx_patch.plugin.stored_check import check_loaded, check_stored, freeze_as_made
 from longctx_patch.recipes.data.conversations import check_template
 from longctx_patch.rules.launched import flag
@@ -148,11 +147,9 @@ def load_model(
     With `sharded`, weights are read when FSDP2 shards the model, each process its own rows, unless
     the checkpoint can't be read so, which `say` is told. Otherwise the model is on the CPU, but
     weights of 4 bits are on `device`, where they are quantised while loading, and without FSDP so
-    are random ones. Those are drawn on `device` too, unless they are the base of an adapter:
-    whoever loads it makes them again from the seed, on any machine.
+    are random ones, which are drawn on the CPU: the seed gives the same ones on any machine.
     """
-    dtype, cpu = getattr(torch, settings.dtype), torch.device("cpu")
-    draw_on = cpu if settings.uses_lora else device
+    dtype = getattr(torch, settings.dtype)
     reads_images = not is_bare_config(settings.model) and whole_config(settings.model) is not None
     if reads_images:
         say(f"{settings.model}: its text model is trained, and what reads images is left out")
@@ -163,14 +160,14 @@ def load_model(
                 config=config,
                 dtype=dtype,
                 allow_weights=settings.allow_weights,
-                draw_on=draw_on,
             )
             return cast(PreTrainedModel, found)
         except NeedsWholeReading as reason:
             say(f"each process reads all weights: {reason}")
     if is_bare_config(settings.model):
-        place = cpu if flag("ACCELERATE_USE_FSDP") else draw_on
-        return cast(PreTrainedModel, random_model(config, dtype, draw_on=draw_on).to(place))
+        drawn = auto_class(config).from_config(config, dtype=dtype)
+        stays = settings.uses_lora or flag("ACCELERATE_USE_FSDP")
+        return cast(PreTrainedModel, drawn if stays else drawn.to(device))
     options: dict[str, Any] = {"config": config, "dtype": dtype, "trust_remote_code": False}
     if settings.load_in_4bit:
         options |= {"quantization_config": four_bits(dtype), "device_map": {"": device}}

@@ -41,7 +41,6 @@ from longctx_patch.families.stored_weights import (
     stored_weights,
 )
 from longctx_patch.families.text_part import auto_class, text_weights
-from longctx_patch.plugin.random_weights import RandomWeights, can_draw, drawn_seed
 from longctx_patch.plugin.stored_check import model_without_memory
 from longctx_patch.rules.together import refuse_together
 
@@ -53,18 +52,6 @@ WRITTEN_AFTER_READING = MappingProxyType({"youtu": "zeros to the row of its padd
 
 
 @dataclass(frozen=True)
-class _Held:
-    """Random weights that were drawn before."""
-
-    weights: dict[str, Tensor]
-
-    def take(self, names: Sequence[str]) -> Tensor:
-        """A weight by its name, or its names if it is tied, which is forgotten here."""
-        first, *_ = [self.weights.pop(name) for name in names]
-        return first
-
-
-@dataclass(frozen=True)
 class _Unread:
     """The weights of a model that are still to be read, and the places that they go to."""
 
@@ -72,7 +59,7 @@ class _Unread:
     dtypes: dict[str, torch.dtype]
     """The dtype that a weight is read in, before FSDP2 changes it to that of training."""
     stored: dict[str, StoredWeight]
-    drawn: RandomWeights | _Held | None
+    drawn: dict[str, Tensor]
     """Random weights, on rank 0 only."""
 
 
@@ -82,7 +69,6 @@ def unread_model(
     config: Any = None,
     dtype: torch.dtype | None = None,
     allow_weights: Sequence[str] = (),
-    draw_on: torch.device | None = None,
 ) -> Any:
     """The causal language model that `AutoModelForCausalLM.from_pretrained` makes, not yet read; of
     a checkpoint that reads images too, the one that `text_model` makes.
@@ -100,8 +86,6 @@ def unread_model(
         dtype: of the weights; default: the one that the config names, else the files'.
         allow_weights: names, or patterns such as `*.bias`, of weights in the files that the model
             does not have.
-        draw_on: this rank's GPU, where random weights are drawn when they are sharded, a layer of
-            them at once; by default rank 0 draws on the CPU what `from_config` does, and holds it.
 
     Raises:
         ValueError: on all ranks, with file and weight: one that is missing, unexpected or of
@@ -116,7 +100,7 @@ def unread_model(
     try:
         config = copy.deepcopy(load_model_config(model) if config is None else config)
         if is_bare_config(model):
-            made = _drawn(config, dtype, draw_on)
+            made = _drawn(config, dtype)
         else:
             made = _stored(model, config, dtype, allow_weights)
     except NeedsWholeReading as error:
@@ -237,20 +221,13 @@ def _stored(name: str, config: Any, dtype: torch.dtype | None, allowed: Sequence
     return model.eval()
 
 
-def _drawn(config: Any, dtype: torch.dtype | None, device: torch.device | None) -> Any:
-    """A model of random weights, which rank 0 draws: on the CPU now."""
-    dtype, is_first = (
-        dtype or config.dtype or torch.float32,
-        not _distributed() or not dist.get_rank(),
-    )
-    if device is not None and can_draw(config, device):
-        seed = drawn_seed()
-        model = model_without_memory(config, dtype)
-        _remember(model, drawn=RandomWeights(config, dtype, device, seed) if is_first else None)
-    elif is_first:
+def _drawn(config: Any, dtype: torch.dtype | None) -> Any:
+    """A model of random weights, which rank 0 draws on the CPU now."""
+    dtype = dtype or config.dtype or torch.float32
+    if not _distributed() or not dist.get_rank():
         model = auto_class(config).from_config(config, dtype=dtype)
         named = model.named_parameters(remove_duplicate=False)
-        _remember(model, drawn=_Held({name: parameter.data for name, parameter in named}))
+        _remember(model, drawn={name: parameter.data for name, parameter in named})
     else:
         model = model_without_memory(config, dtype)
         _remember(model)
@@ -260,7 +237,7 @@ def _drawn(config: Any, dtype: torch.dtype | None, device: torch.device | None) 
 def _remember(
     model: Any,
     stored: dict[str, StoredWeight] | None = None,
-    drawn: RandomWeights | _Held | None = None,
+    drawn: dict[str, Tensor] | None = None,
 ) -> None:
     """Note where the model's weights come from, and make each a NaN."""
     slots: Slots = {}
@@ -270,7 +247,7 @@ def _remember(
         slots |= {f"{prefix}.{name}".lstrip("."): (module, name) for name in names}
     slots = {name: slot for name, slot in slots.items() if getattr(*slot) is not None}
     dtypes = {name: getattr(*slot).dtype for name, slot in slots.items()}
-    setattr(model, _ATTRIBUTE, _Unread(slots, dtypes, stored or {}, drawn))
+    setattr(model, _ATTRIBUTE, _Unread(slots, dtypes, stored or {}, drawn or {}))
     _replace(slots, lambda weight: torch.full((1,) * weight.dim(), torch.nan).to(weight.dtype))
 
 
@@ -357,8 +334,9 @@ def _scatter(
     for names in _by_weight(slots):
         weight, dtype = getattr(*slots[names[0]]), unread.dtypes[names[0]]
         whole = torch.empty(weight.shape, dtype=dtype, device=device)
-        if unread.drawn is not None:
-            whole = unread.drawn.take(names).to(device)
+        if unread.drawn:
+            whole, *_ = [unread.drawn.pop(name) for name in names]  # each is freed once it is sent
+            whole = whole.to(device)
         if isinstance(weight, DTensor):
             mesh, placements = weight.device_mesh, weight.placements
             whole = distribute_tensor(whole, mesh, placements, src_data_rank=0).to_local()
