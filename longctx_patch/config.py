@@ -15,6 +15,7 @@ from longctx_patch.plans.generators.table import (
     auto_plan,
     plan_for,
 )
+from longctx_patch.plans.recurrent import RecurrentExchange
 from longctx_patch.plans.types import Direction
 from longctx_patch.rules.gone import refuse_gone
 from longctx_patch.rules.names import require_choice
@@ -28,7 +29,6 @@ GPUS_PER_NODE = 8
 HardwareName = Literal["h200", "h100", "a100", "a100-40"]
 LossName = Literal["chunked", "logits"]
 KvExchange = Literal["auto", "heads", "latent"]
-RecurrentExchange = Literal["auto", "states", "heads"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +68,7 @@ class LongContextConfig:
     numbered machine by machine. None: `auto` takes as many as the hardware's nodes have."""
 
     hardware: HardwareName = "h100"
-    """The machine that `recurrent_exchange="auto"` chooses for, and predictions are of. It changes
-    no number that a model computes."""
+    """The machine that predictions are of, and that degrees are chosen for."""
 
     kernel: str = "auto"
     """Kernel that computes attention of one block; `longctx_patch.kernels.available()` lists the
@@ -114,9 +113,9 @@ class LongContextConfig:
     """What ranks send for a recurrent layer's state. `states`: the state goes along all ranks that
     share a row, as small maps. `heads`: ranks of a Ulysses group exchange heads for tokens, as in
     attention, and the state goes along the ring alone; refused where the heads don't divide.
-    `auto`: the cost model decides for each row, from `hardware`; `states` without Ulysses or where
-    heads don't divide. The convolution before it takes its few tokens from the ranks before in any
-    case."""
+    `auto`: `heads` for delta rules on long rows of few documents without a ring, where the heads
+    divide; else `states`. The convolution before it takes its few tokens from the ranks before in
+    any case."""
 
     allow_beyond_reach: bool = False
     """Whether documents may be longer than the model's RoPE reaches (`max_position_embeddings`, or

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from longctx_patch.config import LongContextConfig, RecurrentExchange
+from longctx_patch.config import LongContextConfig
 from longctx_patch.memory.ladder import after_climbs
 from longctx_patch.memory.limits import MARGIN, RESERVE, tiles_that_fit
 from longctx_patch.memory.policies import POLICIES, CheckpointPolicy, LayerPolicy, Policy
@@ -28,6 +28,7 @@ from longctx_patch.planner.step_memory import (
 )
 from longctx_patch.planner.step_time import Attention, StepTime, predict_attention, predict_time
 from longctx_patch.plans.generators.setting import Setting
+from longctx_patch.plans.recurrent import RecurrentExchange
 from longctx_patch.rules.number_rules import MOST_TOKENS
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.layout import LayoutName

@@ -14,12 +14,19 @@ from longctx_patch.plans.chain import ChainTraffic
 from longctx_patch.plans.head_split import Heads, HeadSplit
 from longctx_patch.plans.head_traffic import to_heads_traffic, to_tokens_traffic
 from longctx_patch.plans.traffic import Traffic
+from longctx_patch.sequence.documents import Documents
 
 RecurrenceKind = Literal["delta rule", "delta rule by channel", "Mamba-2"]
 """A gated delta rule with one decay per head, one with a decay per channel of the key (Kimi), and
 the state space of Mamba-2."""
 RecurrentWay = Literal["states", "heads"]
 """What ranks send for a recurrence: maps of states along the row, or heads for tokens."""
+RecurrentExchange = Literal["auto", "states", "heads"]
+"""The same as a config names it."""
+
+MANY_TOKENS = 2**15
+"""The shortest row for which `auto` exchanges heads: shorter ones take less than the exchanges'
+start."""
 
 
 class HeadTensor(NamedTuple):
@@ -184,6 +191,32 @@ def states_because(num_heads: int, num_groups: int, degree: int) -> str | None:
             "of the other"
         )
     return None
+
+
+def decide_recurrence(
+    named: RecurrentExchange,
+    shape: RecurrentShape,
+    documents: Documents,
+    *,
+    ulysses: int,
+    ring: int,
+) -> RecurrentWay:
+    """What a config names. `auto` exchanges heads where states would travel and maps would be
+    found: for delta rules, without a ring, on rows of `MANY_TOKENS` with fewer documents than
+    ranks. Mamba-2's maps cost little, and in a ring states travel by either way.
+
+    Every rank decides the same, since all see the same config, sizes and documents. Raises
+    ValueError where the config asks for heads that can't be exchanged.
+    """
+    why = states_because(shape.num_heads, shape.num_groups, ulysses)
+    if named == "heads" and why is not None:
+        raise ValueError(f"recurrent_exchange='heads': {why}. Use recurrent_exchange='auto'.")
+    if named != "auto":
+        return named
+    has_large_maps = shape.facts.map_numbers(shape.key_dim) > 1
+    pays = has_large_maps and len(documents.lengths) < ulysses
+    is_long = documents.num_tokens >= MANY_TOKENS
+    return "heads" if why is None and ring == 1 and pays and is_long else "states"
 
 
 def packets(forms: Sequence[Hashable]) -> list[list[int]]:

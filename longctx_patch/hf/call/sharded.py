@@ -20,11 +20,10 @@ from longctx_patch.hf.call.inputs import KNOWN_TO_LAYERS, short
 from longctx_patch.hf.call.latents import expansion_of
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.kernels import Score
-from longctx_patch.planner.recurrent_cost import decide_recurrence
 from longctx_patch.plans import Direction
 from longctx_patch.plans.chain import Chain
 from longctx_patch.plans.head_split import halves
-from longctx_patch.plans.recurrent import RecurrentShape, RecurrentWay
+from longctx_patch.plans.recurrent import RecurrentShape, RecurrentWay, decide_recurrence
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.layout import Layout
 from longctx_patch.sequence.masks import Mask
@@ -78,7 +77,6 @@ class ShardedCall:
         self.positions: Tensor | None = None
         """`[L]`: positions of this rank's tokens in their documents; set when the pass begins."""
         self._calls: dict[LayerKind, AttentionCall] = {}
-        self._ways: dict[RecurrentShape, RecurrentWay] = {}
 
     def attention(self, kind: LayerKind) -> AttentionCall:
         """The attention call of a layer; layers that are alike share one object."""
@@ -117,9 +115,14 @@ class ShardedCall:
 
     def recurrent_way(self, shape: RecurrentShape) -> RecurrentWay:
         """What ranks send for recurrent layers of these sizes."""
-        if shape not in self._ways:
-            self._ways[shape] = decide_recurrence(self.group.config, shape, self.documents)
-        return self._ways[shape]
+        config = self.group.config
+        return decide_recurrence(
+            config.recurrent_exchange,
+            shape,
+            self.documents,
+            ulysses=config.ulysses_degree,
+            ring=config.ring_degree,
+        )
 
     def make_plans(self) -> None:
         """Make the plans of both directions for all kinds of layers that have been seen."""
