@@ -27,7 +27,7 @@ from longctx_patch.trainer import sealing
 from longctx_patch.trainer.saved_states import STATES, reasons_to_wait
 from longctx_patch.trainer.watching import HealthCallback
 from tests.plugin.launched import run_launched, sharding_on_cpus
-from tests.trainer.trained import Case, arguments, model_of, padded, rows, weights_of
+from tests.trainer.trained import Case, rows, weights_after
 
 USUAL: dict[str, Any] = {"max_steps": 4, "optim": "adamw_torch", "learning_rate": 1e-3}
 USUAL |= {"save_strategy": "steps", "save_steps": 2}
@@ -71,23 +71,8 @@ def case_of(**arguments: Any) -> Case:
 def trained(
     folder: Path, resume: Any = None, case: Case = CASE, *, late: bool = True, **options: Any
 ) -> dict[str, Tensor]:
-    model = model_of(case)
-    if resume:
-        with torch.no_grad():
-            for parameter in filter(lambda each: each.requires_grad, model.parameters()):
-                parameter.zero_()
-    trainer = LongContextTrainer(
-        model=model,
-        args=arguments(folder, **case.arguments, **case.sharding),
-        train_dataset=rows(case.num_rows, seed=1),
-        eval_dataset=rows(3, seed=2),
-        data_collator=padded,
-        long_context=LongContextConfig(**case.config),
-        save_in_background=late,
-        **options,
-    )
-    trainer.train(resume_from_checkpoint=resume)
-    return weights_of(trainer.model)
+    options |= {"eval_dataset": rows(3, seed=2), "save_in_background": late}
+    return weights_after(case, folder, resume, **options)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from longctx_patch.trainer.record import RECORD
 from longctx_patch.trainer.sealing import SealedCheckpointsMixin
 from tests.plugin.launched import run_launched
 from tests.trainer.stock import Stock, Trained
-from tests.trainer.trained import Case, make_trainer, model_of, weights_of
+from tests.trainer.trained import Case, weights_after
 
 USUAL: dict[str, Any] = {"max_steps": 6, "optim": "adamw_torch", "learning_rate": 1e-3}
 USUAL |= {"save_strategy": "steps", "save_steps": 2}
@@ -43,22 +43,9 @@ class WritesBeside(TrainerCallback):
 
 
 def trained(
-    folder: str,
-    resume: Any = None,
-    case: Case = CASE,
-    *,
-    is_patched: bool = True,
-    from_zero: bool = False,
-    **options: Any,
+    folder: str, resume: Any = None, case: Case = CASE, **options: Any
 ) -> dict[str, Tensor]:
-    model = model_of(case)
-    if resume or from_zero:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-    trainer = make_trainer(case, folder, is_patched=is_patched, model=model, **options)
-    trainer.train(resume_from_checkpoint=resume)
-    return weights_of(trainer.model)
+    return weights_after(case, folder, resume, **options)
 
 
 def flipped(path: Path) -> Path:

@@ -221,6 +221,26 @@ def train(case: Case, folder: str, is_patched: bool) -> Trained:
     return Trained(logged, weights_of(trainer.model), evaluated, predicted)
 
 
+def weights_after(
+    case: Case,
+    folder: Path | str,
+    resume: Any = None,
+    *,
+    is_patched: bool = True,
+    from_zero: bool = False,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Train to the end. Nothing of a resumed run comes from its first weights, which are 0."""
+    model = model_of(case)
+    if resume or from_zero:
+        with torch.no_grad():
+            for parameter in filter(lambda each: each.requires_grad, model.parameters()):
+                parameter.zero_()
+    trainer = make_trainer(case, folder, is_patched=is_patched, model=model, **options)
+    trainer.train(resume_from_checkpoint=resume)
+    return weights_of(trainer.model)
+
+
 def weights_of(model: Any) -> dict[str, Tensor]:
     """Whole weights, also of a model whose weights are sharded."""
     return {
