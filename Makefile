@@ -4,9 +4,11 @@
 #   make demo       the main job on CPU with two processes
 #   make test       the tests that need no GPU and little time
 #   make test-slow  the others: each family of models, trainers, jobs, memory, the planner, faults
+#   make test-all   both in one session, the longest first, as continuous integration runs them
 #   make test-grid  every trainer over every number of ranks, family and accumulation (long)
 #   make test-families  every family through the recipe on two processes, beside one (long)
 #   make test-fault-grid  every fault at every place in every rank, on 2 and 4 processes (long)
+#   make oldest     create .venv-oldest, with the oldest transformers supported
 #   make test-oldest  exactness with the oldest transformers supported, in .venv-oldest
 #   make test-gpu   the tests that need one
 #   make planted-faults  put wrong code into each of fourteen rooms: a test of the room has to notice it
@@ -31,7 +33,8 @@ OLDEST_VENV := .venv-oldest
 OLDEST_TESTS := tests/hf/test_patching.py tests/hf/loss tests/families/test_checks.py \
     tests/families/test_text_part.py tests/hf/test_latent_attention.py \
     tests/hf/test_exact_families.py tests/hf/call/test_mixers.py \
-    tests/hf/call/test_mixer_kernels.py tests/trainer/test_exactness.py tests/trl/test_trainers.py
+    tests/hf/call/test_mixer_kernels.py tests/trainer/test_exactness.py \
+    tests/trl/test_trainers.py::test_two_ranks_train_as_one_process
 # Apart from the rest for their time: every family of models, runs under transformers' and TRL's
 # trainers, jobs of several processes under a launcher, memory, the planner, and faults.
 SLOW_TESTS := tests/families tests/hf/call tests/hf/test_states_and_latents.py \
@@ -65,7 +68,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes, each of which would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-slow test-grid test-families test-fault-grid test-oldest test-gpu real-model planted-faults pictures docs notebook check clean
+.PHONY: install demo test test-slow test-all oldest test-grid test-families test-fault-grid test-oldest test-gpu real-model planted-faults pictures docs notebook check clean
 
 install: $(STAMP)
 
@@ -74,10 +77,11 @@ $(STAMP): setup.py
 	    echo "$(PYTHON) is $$($(PYTHON) --version 2>&1): longctx-patch needs Python 3.11 or newer." \
 	         "Choose one with: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+	@# --no-compile: Python compiles the quarter of all modules that is imported, when it is.
 	@BIN=$(BIN) TORCH="$(TORCH)" CPU_TORCH=$(CPU_TORCH) CPU_TORCH_INDEX=$(CPU_TORCH_INDEX); \
 	if [ -n "$$TORCH" ]; then \
 	    echo "torch: $$TORCH, as asked"; \
-	    $$BIN/python -m pip install "$$TORCH"; \
+	    $$BIN/python -m pip install --no-compile "$$TORCH"; \
 	elif nvidia-smi -L 2>/dev/null | grep -q GPU; then \
 	    echo "torch: an NVIDIA GPU is here, so the ordinary build"; \
 	elif [ "$$(uname -s)" != Linux ]; then \
@@ -85,12 +89,12 @@ $(STAMP): setup.py
 	else \
 	    echo "torch: no NVIDIA GPU here, so the CPU build $$CPU_TORCH (no CUDA to download)"; \
 	    : "--no-deps: only torch itself is looked up at the second index"; \
-	    $$BIN/python -m pip install --no-deps --retries 1 --timeout 15 \
+	    $$BIN/python -m pip install --no-compile --no-deps --retries 1 --timeout 15 \
 	        --extra-index-url $$CPU_TORCH_INDEX "$$CPU_TORCH" || { \
 	        echo "$$CPU_TORCH could not be had from $$CPU_TORCH_INDEX nor from pip's find-links." \
 	             "To take another build: make TORCH='torch>=2.11' $(MAKECMDGOALS)" >&2; exit 1; }; \
 	fi
-	$(BIN)/python -m pip install -e ".[dev]"
+	$(BIN)/python -m pip install --no-compile -e ".[dev]"
 	@touch $@
 
 demo: $(STAMP)
@@ -102,6 +106,9 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(PYTEST) $(SHARED) $(SLOW_TESTS)
 
+test-all: $(STAMP)
+	$(PYTEST) $(SHARED) tests
+
 test-grid: $(STAMP)
 	$(PYTEST) tests/trl/grid.py
 
@@ -111,7 +118,9 @@ test-families: $(STAMP)
 test-fault-grid: $(STAMP)
 	$(PYTEST) tests/faults/grid.py
 
-test-oldest: $(OLDEST_VENV)/.installed
+oldest: $(OLDEST_VENV)/.installed
+
+test-oldest: oldest
 	OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python -m pytest -q -n 2 --dist worksteal $(OLDEST_TESTS)
 
 # It takes everything but transformers from the other environment.
@@ -120,7 +129,7 @@ $(OLDEST_VENV)/.installed: $(STAMP)
 	@others=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
 	    own=$$($(OLDEST_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
 	    echo "import site; site.addsitedir('$$others')" > $$own/others.pth
-	$(OLDEST_VENV)/bin/python -m pip install '$(OLDEST)'
+	$(OLDEST_VENV)/bin/python -m pip install --no-compile '$(OLDEST)'
 	@touch $@
 
 test-gpu: $(STAMP)

@@ -35,6 +35,14 @@ for inherited, default in (
         signal.signal(inherited, default)
 
 
+LONGEST = "tests/trl/test_trainers", "tests/trainer/test_exactness", "tests/faults/"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest tests run first: no worker waits for another's long one at the end."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+
+
 def pytest_collection_finish() -> None:
     """Modules live to the end, so garbage collection need not visit their million objects."""
     gc.freeze()

@@ -124,14 +124,20 @@ def run(runs: list[tuple[Case, bool]], folder: Path, num_processes: int) -> list
     return found
 
 
-@pytest.mark.timeout(900)  # three runs, each with a limit of its own
-def test_ranks_train_as_one_process_per_group(tmp_path: Path) -> None:
-    one = run([(case, False) for case in [*TWO, *FOUR]], tmp_path, 1)
-    runs = [(case, True) for case in TWO] + [(case, False) for case in REPLICAS]
-    two = run(runs, tmp_path, 2)
-    four = run([(case, True) for case in [*FOUR, *REPLICAS]], tmp_path, 4)
-    wanted = [*one, *two[len(TWO) :]]
-    found = [*two[: len(TWO)], *four]
-    for case, mine, stock in zip([*TWO, *FOUR, *REPLICAS], found, wanted, strict=True):
+def check(cases: list[Case], found: list[Trained], wanted: list[Trained]) -> None:
+    for case, mine, stock in zip(cases, found, wanted, strict=True):
         wrong = complaints(mine, stock)
         assert not wrong, "\n".join([case.name, *wrong])
+
+
+def test_two_ranks_train_as_one_process(tmp_path: Path) -> None:
+    one = run([(case, False) for case in TWO], tmp_path, 1)
+    check(TWO, run([(case, True) for case in TWO], tmp_path, 2), one)
+
+
+@pytest.mark.timeout(900)  # three runs, each with a limit of its own
+def test_four_ranks_train_as_one_process_per_group(tmp_path: Path) -> None:
+    one = run([(case, False) for case in FOUR], tmp_path, 1)
+    two = run([(case, False) for case in REPLICAS], tmp_path, 2)
+    cases = [*FOUR, *REPLICAS]
+    check(cases, run([(case, True) for case in cases], tmp_path, 4), [*one, *two])
