@@ -8,9 +8,10 @@ published model is evaluated beside it, and so is the untrained one of the same 
 are Python sources of the packages that are installed here, the files of a folder joined; those of
 `HELD_OUT` are kept for evaluation. Short documents are the packages' descriptions, and those of
 --short. With --recalls, statements in long documents are made again further on (artificial needles,
-arXiv 2406.19292), in wordings that no task has: `WORDINGS`. --other names texts of another kind
-than those trained on: the loss at 0 to 8K tokens has to stay. Writes extension.jsonl, extension.md,
-and each evaluation's scores.json and scores.png. The same command goes on where it was stopped.
+arXiv 2406.19292). No task has their wordings, but passkey's question has the form of the last one.
+--other names texts of another kind than those trained on: the loss at 0 to 8K tokens has to stay.
+Writes extension.jsonl, extension.md, and each evaluation's scores.json and scores.png. Started
+again, it leaves out the commands that have ended well; other texts need another --out.
 """
 
 import argparse
@@ -195,13 +196,13 @@ class Commands:
         self._budget = budget
         log = folder / "extension.jsonl"
         rows = map(json.loads, log.read_text().splitlines() if log.exists() else ())
-        self._done = {row["name"] for row in rows if row["code"] == 0}
+        self._done = {row["command"] for row in rows if row["code"] == 0}
 
     def __call__(self, name: str, *arguments: str) -> bool:
         """Whether it ended well within what is left of the time, now or before."""
-        if name in self._done:
-            return True
         command = ["longctx", *arguments]
+        if shlex.join(command) in self._done:
+            return True
         print(f"$ {shlex.join(command)}", flush=True)
         started, log = time.perf_counter(), self.folder / f"{name}.log"
         with log.open("w") as out:

@@ -25,8 +25,8 @@ RecurrentExchange = Literal["auto", "states", "heads"]
 """The same as a config names it."""
 
 MANY_TOKENS = 2**15
-"""The shortest row for which `auto` exchanges heads: shorter ones take less than the exchanges'
-start."""
+"""The shortest row for which `auto` exchanges heads. By the planner's prediction shorter ones take
+less than the exchanges' start."""
 
 
 class HeadTensor(NamedTuple):

@@ -66,7 +66,9 @@ def first_kind(source: str, text_field: str) -> Kind:
         for record in records_of(part):
             if not is_empty_file(record):
                 return kind_of(record, text_field)
-    raise ValueError(f"no data in {source!r}: its files hold no records.")
+    raise ValueError(
+        f"no data in {source!r}: its files hold no records. Give files or folders with text."
+    )
 
 
 def check_unchanged(parts: Sequence[Part]) -> None:

@@ -1,11 +1,13 @@
 """What extend.py trains on: statements that are made twice, and documents of whole folders."""
 
+import json
 import random
 import re
 from itertools import product
 from pathlib import Path
 
 import extend
+from launch import Budget
 
 
 def _lines_of(wordings: tuple[str, ...]) -> re.Pattern[str]:
@@ -44,6 +46,17 @@ def test_documents_with_statements_fill_a_row_and_little_more() -> None:
     # Four characters a token, and 0.03 tokens of statements for each character.
     assert {row for _, row in parts} == {int(10_000 / 0.28)}
     assert {len(part) for part, _ in parts[:-1]} == {int(extend.PIECE * int(10_000 / 0.28))}
+
+
+def test_a_command_that_has_ended_well_is_not_run_again(tmp_path: Path) -> None:
+    rows = [("a", "longctx no-such-command 1", 0), ("b", "longctx no-such-command 2", -1)]
+    lines = [json.dumps({"name": n, "command": c, "code": code}) + "\n" for n, c, code in rows]
+    (tmp_path / "extension.jsonl").write_text("".join(lines))
+    run = extend.Commands(tmp_path, Budget(60), where=())
+    assert run("a", "no-such-command", "1")
+    assert not run("a", "no-such-command", "3")
+    assert not run("b", "no-such-command", "2")
+    assert len((tmp_path / "extension.jsonl").read_text().splitlines()) == 4
 
 
 def test_a_folder_is_a_document_if_it_is_long_enough(tmp_path: Path) -> None:

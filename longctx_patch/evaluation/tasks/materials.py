@@ -126,7 +126,7 @@ class Haystack:
         return " ".join(self._words * times + self._words[:rest]).strip()
 
     def _cut_of(self, num_words: int) -> "_Cut":
-        """Of so many words or more. Threads that share this may cut twice, but never see half."""
+        """Cuts so many words or more. Threads that share this may cut twice, but never see half."""
         cut = self._cut
         if num_words > cut.num_words:
             longer = max(num_words, 2 * cut.num_words)
