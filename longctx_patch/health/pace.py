@@ -2,10 +2,10 @@
 step.
 
 The waits look alike on all ranks: those of fast ones lie in their exchanges. So each GPU is timed
-apart from them, by the same few matrix products: at the start, and after every `EVERY` steps. Its
-own clock times them and nobody waits for it: a rank reads its rate a step later, and the others'
-one step after that. Each rank's time for loading batches, which has no exchanges either, is
-compared likewise. Processes on the CPU share its cores with other work and are not measured.
+apart from them, by the same few matrix products: at the start, and after every `PROBE_EVERY` steps.
+Its own clock times them and nobody waits for it: a rank reads its rate a step later. Every `EVERY`
+steps the ranks compare theirs. Each rank's time for loading batches, which has no exchanges either,
+is compared likewise. Processes on the CPU share its cores with other work and are not measured.
 """
 
 import platform
@@ -27,16 +27,17 @@ from longctx_patch.rules.together import num_ranks, of_all_ranks, own_rank
 SLOW, VERY_SLOW = 0.9, 0.7
 """Shares of the usual rate at which a device is a warning, and a failure."""
 TERA = 10**12
-EVERY = 24
-"""A rank's rate is the median of its last three: a GPU that gets slow is named within twice as many
-steps and two more, and one that was disturbed once is not."""
+EVERY, PROBE_EVERY = 24, 4
+"""A rank's rate is the mean of its last six probes but the slowest: a GPU that gets slow is named
+within twice `EVERY` steps and two more, and one that was disturbed once is not. The mean, since
+another process on a GPU stops some probes (H200, two processes: 170 TFLOP/s in 24 of 40) and not
+the rest (700). A probe takes 2 ms of the GPU."""
 LOADING_SHARE = 0.1
 """A rank is named that loads for so much more of its time than the others' median."""
 _SIZE = 4096
 """Products of this size take 0.2 ms each on an H100, and 100 MB."""
 _AT_START = 40
-"""Clocks of a GPU rise when it begins to compute, so the first half of so many probes is left out.
-The mean of the others, since another process on a GPU stops some of them, and not the rest."""
+"""Clocks of a GPU rise when it begins to compute: the first half of so many probes is left out."""
 
 Probe = Callable[[], Callable[[], float]]
 """Begins to measure, and returns what waits for the rate, in FLOP/s."""
@@ -177,13 +178,13 @@ class PaceCheck:
         self._reading: Callable[[], float] | None = None
         self._sent: OnTheWay | None = None
         self._said = set[tuple[int, str]]()
-        self._rates: deque[float] = deque(maxlen=3)
+        self._rates: deque[float] = deque(maxlen=EVERY // PROBE_EVERY)
         self._at_start = ""
         if self._probe is not None:
             rates = [read() for read in [self._probe() for _ in range(_AT_START)]]
-            measured = [rate for rate in rates[_AT_START // 2 :] if isfinite(rate)] or [nan]
-            self._rates += 2 * [statistics.harmonic_mean(measured)]
-            everyone = of_all_ranks((_who(device), self._rates[0]))
+            mean = _mean(rates[_AT_START // 2 :])
+            self._rates += EVERY // PROBE_EVERY * [mean]
+            everyone = of_all_ranks((_who(device), mean))
             self._who = [who for who, _ in everyone]
             self._at_start = self._judged([rate for _, rate in everyone], [0.0] * num_ranks())
 
@@ -219,8 +220,9 @@ class PaceCheck:
         if self._reading is not None:
             self._rates.append(self._reading())
             self._reading = None
-            self._send()
-        if self._steps % EVERY == 0:
+            if self._steps % EVERY == 1:
+                self._send()
+        if self._steps % PROBE_EVERY == 0:
             self._reading = self._probe()
         return found
 
@@ -228,7 +230,8 @@ class PaceCheck:
         now = time.perf_counter()
         share = self._loading_s / max(now - self._since, 1e-9)
         self._since, self._loading_s = now, 0.0
-        mine = torch.tensor([_median(self._rates), share], dtype=torch.float64)
+        slowest_left_out = sorted(rate for rate in self._rates if isfinite(rate))[1:]
+        mine = torch.tensor([_mean(slowest_left_out), share], dtype=torch.float64)
         self._sent = OnTheWay(gathered(mine.to(self._device, non_blocking=True)))
 
     def _judged(self, rates: Sequence[float], shares: Sequence[float]) -> str:
@@ -260,9 +263,9 @@ _ADVICE = (
 )
 
 
-def _median(rates: Iterable[float]) -> float:
-    """The median of those that were measured."""
-    return statistics.median([rate for rate in rates if isfinite(rate)] or [nan])
+def _mean(rates: Iterable[float]) -> float:
+    """The work of all over the time of all, of those that were measured."""
+    return statistics.harmonic_mean([rate for rate in rates if isfinite(rate)] or [nan])
 
 
 def _who(device: torch.device) -> str:

@@ -5,10 +5,9 @@
 
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -26,18 +25,17 @@ START = 30
 """The step in which a GPU gets slow."""
 
 
-def occupy(gpu: int, ready: Path | None = None, goes_on: Callable[[], bool] = lambda: True) -> None:
+def occupy(gpu: int, ready: Path | None = None) -> None:
     """Compute on a GPU, beside what it does otherwise."""
     torch.cuda.set_device(gpu)
-    with torch.cuda.stream(torch.cuda.Stream()):
-        values = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
-        out = torch.empty_like(values)
-        while goes_on():
-            for _ in range(20):
-                torch.mm(values, values, out=out)
-            torch.cuda.current_stream().synchronize()
-            if ready is not None:
-                ready.touch()
+    values = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
+    out = torch.empty_like(values)
+    while True:
+        for _ in range(20):
+            torch.mm(values, values, out=out)
+        torch.cuda.synchronize()
+        if ready is not None:
+            ready.touch()
 
 
 @contextmanager
@@ -94,36 +92,32 @@ def at_start(rank: int) -> list[str]:
     return said
 
 
-def steps(rank: int, slow: int) -> tuple[list[str], int, str]:
+def steps(rank: int, slow: int, folder: Path) -> tuple[list[str], int, str]:
     """What is said at the start, and the step and text of the first slow rank."""
-    device, said, going = torch.device("cuda", rank), list[str](), threading.Event()
+    device, said, beside = torch.device("cuda", rank), list[str](), ExitStack()
     started = time.perf_counter()
     pace = PaceCheck(device, said.append)
     print(f"rank {rank}: the start took {time.perf_counter() - started:.2f} s")
     out = torch.empty(8192, 8192, dtype=torch.bfloat16, device=device)
     values = torch.randn_like(out)
-    beside = threading.Thread(target=occupy, args=(rank, None, going.is_set))
     before, step, found = list(said), 0, ""
-    while not found and step < START + 4 * EVERY:
-        step += 1
-        for _ in range(20):
-            torch.mm(values, values, out=out)
-        dist.all_reduce(out[:1024])
-        found = pace.after_step(step)
-        torch.cuda.synchronize()  # as a recipe does
-        if step == START and rank == slow:
-            going.set()
-            beside.start()
-    if going.is_set():
-        going.clear()
-        beside.join()
+    with beside:
+        while not found and step < START + 4 * EVERY:
+            step += 1
+            for _ in range(20):
+                torch.mm(values, values, out=out)
+            dist.all_reduce(out[:1024])
+            found = pace.after_step(step)
+            torch.cuda.synchronize()  # as a recipe does
+            if step == START and rank == slow:
+                beside.enter_context(last_gpu_occupied(folder))
     return before, step, found
 
 
 @TWO
-def test_a_running_job_names_a_gpu_that_gets_slow() -> None:
+def test_a_running_job_names_a_gpu_that_gets_slow(tmp_path: Path) -> None:
     ranks = torch.cuda.device_count()
-    found = run_distributed(steps, ranks, ranks - 1, backend="nccl")
+    found = run_distributed(steps, ranks, ranks - 1, tmp_path, backend="nccl")
     print(found[0])
     assert all(each == found[0] for each in found)
     before, step, text = found[0]
