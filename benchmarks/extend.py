@@ -10,6 +10,7 @@ are Python sources of the packages that are installed here, the files of a folde
 --short. With --recalls, statements in long documents are made again further on (artificial needles,
 arXiv 2406.19292). No task has their wordings, but passkey's question has the form of the last one.
 --other names texts of another kind than those trained on: the loss at 0 to 8K tokens has to stay.
+Needles are hidden in what is kept, or in the prose of --haystack (RULER hides them in essays).
 Writes extension.jsonl, extension.md, and each evaluation's scores.json and scores.png. Started
 again, it leaves out the commands that have ended well; other texts need another --out.
 """
@@ -242,6 +243,7 @@ def extend(run: Commands, name: str, recipe: Run, arguments: argparse.Namespace)
     ended = ended and run(f"{name}.train", "train", name, rate, "--warmup-steps=10")
     tasks = [f"--tasks={arguments.tasks}", f"--lengths={lengths}", f"--depths={arguments.depths}"]
     tasks += ["--text=held.jsonl", *run.where]
+    tasks += [f"--haystack={file.absolute()}" for file in arguments.haystack]
     samples = f"--samples={arguments.samples}"
     if not (ended and run(f"{name}.eval", "eval", name, *tasks, samples, "--out", f"{name}_eval")):
         return
@@ -278,6 +280,7 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="processes on the CPU")
     parser.add_argument("--other", type=Path, help="JSONL of texts of another kind")
     parser.add_argument("--short", type=Path, nargs="*", default=[], help="more short texts, JSONL")
+    parser.add_argument("--haystack", type=Path, nargs="*", default=[], help="prose, JSONL")
     parser.add_argument("--recalls", action="store_true")
     parser.add_argument("--mixture", default="prolong")
     parser.add_argument("--tasks", default="passkey,niah_single_1,niah_single_2")

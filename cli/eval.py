@@ -87,6 +87,7 @@ def depth(text: str) -> float:
 )
 @click.option("--samples", type=click.IntRange(1), default=6, help="Of each length and depth [6].")
 @click.option("--text", multiple=True, help="Held-out texts, for loss by position and as haystack.")
+@click.option("--haystack", multiple=True, help="Texts that hide the needles [--text].")
 @click.option("--text-field", default="text", help="Field of a record that is its text [text].")
 @click.option("--essays", default="", help="RULER's PaulGrahamEssays.json [--text].")
 @click.option("--squad", default="", help="SQuAD's dev file, for qa_1.")
@@ -197,6 +198,7 @@ def decide(target: str, options: dict[str, Any], *, is_dry: bool) -> Decided:
             ],
             lengths=lengths,
             text=[absolute(source) for source in options["text"]],
+            haystack=[absolute(source) for source in options["haystack"]],
             **{name: options[name] for name in kept},
             **files,
         ),

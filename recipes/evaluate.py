@@ -71,6 +71,8 @@ class EvalSettings:
     """Files of RULER's own data, where there are some."""
     questions: str = ""
     """A file of the user's own, with their answers."""
+    haystack: Sequence[str] = ()
+    """Sources of the text that hides needles; none: the held-out text."""
 
     @classmethod
     def read(cls, folder: Path) -> "EvalSettings":
@@ -106,7 +108,7 @@ class EvalSettings:
     def sources(self) -> Sources:
         """What the tasks' texts are made of."""
         files = {name: Path(getattr(self, name)) for name in FILES if getattr(self, name)}
-        return Sources(**files, text=joined_text(self.text, self.text_field))
+        return Sources(**files, text=joined_text(self.haystack or self.text, self.text_field))
 
 
 def joined_text(sources: Sequence[str], text_field: str) -> str | None:

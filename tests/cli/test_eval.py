@@ -18,6 +18,7 @@ from longctx_patch.cli import eval as eval_module
 from longctx_patch.cli.eval_result import Result, draw, read_result, table
 from longctx_patch.evaluation.positions import PositionLosses
 from longctx_patch.evaluation.scores import Cell, ContextScores, TaskScores
+from longctx_patch.recipes.evaluate import EvalSettings
 from longctx_patch.recipes.models import byte_tokenizer
 from tests.cli.conftest import Run
 from tests.tiny_llama import TINY_LLAMA
@@ -100,6 +101,7 @@ def test_what_is_left_open_follows_from_the_model(asked: Callable[..., Any], mod
         (["--tasks", "pass_key"], "Did you mean 'passkey'"),
         (["--text", "text.txt"], "no document of 4096 tokens"),
         (["--text", "no.txt"], "no.txt"),
+        (["--haystack", "no.txt"], "no.txt"),
         (["--tasks", "passkey", "--lengths", "16"], "passkey: 16 tokens are too few"),
         (["--tasks", "qa_1,passkey,qa_2"], "--tasks qa_2: There is no hotpotqa"),
         (["--tasks", "qa_1,passkey,qa_2"], "The others fit: --tasks passkey"),
@@ -125,6 +127,17 @@ def test_what_is_refused_before_processes_start(
     for folder in (tmp_path, tmp_path / "weightless"):
         (folder / "config.json").write_text((model / "config.json").read_text())
     assert said in asked(model, *words)
+
+
+def test_a_haystack_of_its_own(asked: Callable[..., Any], model: Path, tmp_path: Path) -> None:
+    """Losses are those of --text; needles are hidden in --haystack, if it is given."""
+    (tmp_path / "code.txt").write_text("x = 1\n" * 900)
+    (tmp_path / "prose.txt").write_text("Grass is green. " * 300)
+    words = (model, "--text", "code.txt", "--lengths", 1024, "--tasks", "niah_single_2")
+    for more, first in (((), "x = 1"), (("--haystack", "prose.txt"), "Grass is green.")):
+        found = EvalSettings.read(Path(asked(*words, *more)["folder"]))
+        assert (found.sources().text or "").startswith(first)
+        assert found.text == [str(tmp_path / "code.txt")]
 
 
 def test_gpus_and_their_memory(
