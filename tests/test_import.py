@@ -9,7 +9,7 @@ import longctx_patch
 
 WITHOUT_OPTIONAL = """
 import sys
-for name in ("transformers", "accelerate", "peft", "click", "datasets", "flash_attn", "triton"):
+for name in ("transformers", "accelerate", "peft", "click", "datasets", "flash_attn"):
     sys.modules[name] = None  # importing it now raises ImportError
 import torch
 import longctx_patch as lp

@@ -39,6 +39,11 @@ def save_torch(path: Path) -> None:
     torch.save(BIG, path)
 
 
+def save_torch_to_stream(path: Path) -> None:
+    with path.open("wb", buffering=0) as file:
+        torch.save(BIG, file)
+
+
 def save_safetensors(path: Path) -> None:
     save_file({"big": BIG}, path)
 
@@ -48,7 +53,7 @@ def save_bytes(path: Path) -> None:
 
 
 @pytest.mark.parametrize("with_checkpoint", [True, False])
-@pytest.mark.parametrize("save", [save_torch, save_safetensors, save_bytes])
+@pytest.mark.parametrize("save", [save_torch, save_torch_to_stream, save_safetensors, save_bytes])
 def test_every_library_s_error_is_one_message(
     save: object, with_checkpoint: bool, tmp_path: Path
 ) -> None:
@@ -70,6 +75,14 @@ def test_every_library_s_error_is_one_message(
     whole = f"{series.path_of(3)} is whole" if with_checkpoint else "no checkpoint is whole yet"
     assert whole in said
     assert said.endswith("with --resume." if with_checkpoint else "with --resume auto.")
+
+
+def test_a_disk_that_became_read_only_needs_no_room(tmp_path: Path) -> None:
+    error = OSError(errno.EROFS, os.strerror(errno.EROFS), str(tmp_path / "manifest.json"))
+    with pytest.raises(CantWriteError) as told, explained_disk(tmp_path, steps_of(tmp_path)):
+        raise error
+    assert "manifest.json: Read-only file system" in str(told.value)
+    assert str(told.value).endswith("Make it writable, and go on anew, with --resume auto.")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from longctx_patch.checkpoints.fingerprint import (
     problems,
     revision_of,
     sample_of,
+    samples_of,
     tokenizer_digest,
 )
 from longctx_patch.recipes.models import byte_tokenizer
@@ -87,6 +88,17 @@ def test_files_of_a_stream_are_what_it_is_known_by() -> None:
         assert found(run, run, "files.me/data") == ""
 
 
+def test_a_file_of_a_sampled_table_is_compared_with_that_of_its_name() -> None:
+    """Of a table over TRL 64 rows are hashed. Files that were moved under other names are not
+    compared, nor those of other rows, which are refused by themselves."""
+    table = RUN | {"exact": EXACT | {"streaming": False}}
+    now = table | {"files": {"a.jsonl": "9 bytes, sample ff"}}
+    assert found(table, now).endswith("--allow-change files.")
+    assert found(table, table | {"files": {"moved.jsonl": "9 bytes, sample ff"}}) == ""
+    now["exact"] = EXACT | {"streaming": False, "rows": "cd"}
+    assert found(table, now).endswith("--allow-change rows.")
+
+
 def test_a_dataset_on_the_hub_is_known_by_its_revision(monkeypatch: pytest.MonkeyPatch) -> None:
     class Hub:
         def dataset_info(self, name: str, timeout: float) -> SimpleNamespace:
@@ -99,8 +111,23 @@ def test_a_dataset_on_the_hub_is_known_by_its_revision(monkeypatch: pytest.Monke
     assert revision_of("me/gone") == UNKNOWN_REVISION
 
 
+def test_samples_of_files_that_share_a_name_are_all_compared(tmp_path: Path) -> None:
+    files = [tmp_path / name / "part.jsonl" for name in "ab"]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text(file.parent.name)
+    (found,) = samples_of(files).values()
+    assert found == f"{sample_of(files[0])} and {sample_of(files[1])}"
+
+
 def test_names_that_nothing_has_are_refused() -> None:
     assert "Did you mean 'versions'?" in found(RUN, RUN, "version")
+
+
+def test_another_version_may_know_more_of_a_config() -> None:
+    newer = {"config": RUN["config"] | {"new_field": 1}, "versions": {"torch": "2.13.0"}}
+    assert "new_field" in found(RUN, RUN | {"config": newer["config"]})
+    assert found(RUN, RUN | newer, "versions") == ""
 
 
 def test_a_run_of_an_older_version_goes_on_in_its_world() -> None:

@@ -1,6 +1,7 @@
 """Checkpoints that are written while the training goes on, on one process."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import CheckpointException
 
 from longctx_patch.checkpoints import background as beside_module
 from longctx_patch.checkpoints.keeper import Keeper
@@ -102,6 +104,25 @@ def test_without_memory_for_a_copy_training_waits(
     assert f"{1.2 * (4 * size + 2 * tied) / 2**30:.1f} GiB" in line
 
 
+def test_who_saves_more_often_than_it_takes_is_told(
+    state: TrainState, make_keeper: MakeKeeper
+) -> None:
+    said, may_write = list[str](), threading.Event()
+
+    def say(line: str) -> None:
+        said.append(line)
+        may_write.set()
+
+    with make_keeper(lambda *_: may_write.wait(60), say=say) as keeper:
+        keeper.save(state)
+        assert not said
+        for _ in range(2):
+            train(state)
+            keeper.save(state)
+    (line,) = said
+    assert "training waits while checkpoints are written: the one before still is, after" in line
+
+
 def test_what_could_not_be_written_ends_the_training(
     state: TrainState, make_keeper: MakeKeeper
 ) -> None:
@@ -121,6 +142,21 @@ def test_what_could_not_be_written_ends_the_training(
     keeper.save(state)
     with pytest.raises(OSError, match="No space left"):
         keeper.save(state)
+
+
+def test_ctrl_c_waits_for_no_checkpoint(state: TrainState, make_keeper: MakeKeeper) -> None:
+    may_write = threading.Event()
+
+    def interrupted() -> None:
+        with make_keeper(lambda *_: may_write.wait(60)) as keeper:
+            keeper.save(state)
+            raise KeyboardInterrupt
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert time.monotonic() - began < 30
+    may_write.set()
 
 
 class Waits:
@@ -171,6 +207,26 @@ def test_an_error_waits_for_a_checkpoint_under_the_watchdog_and_is_said_before(
     assert said in capsys.readouterr().err
 
 
+def test_an_error_is_not_replaced_by_that_of_a_checkpoint(
+    state: TrainState, make_keeper: MakeKeeper, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch's own one is no Exception."""
+
+    def no_space(folder: Path, _: object) -> None:
+        raise CheckpointException("torch's", {})
+
+    def save_and_fail() -> None:
+        with make_keeper(no_space) as keeper:
+            keeper.save(state)
+            raise ValueError("a step that went wrong")
+
+    with pytest.raises(ValueError, match="a step that went wrong"):
+        save_and_fail()
+    assert (
+        "besides, the last checkpoint could not be written: Checkpoint" in capsys.readouterr().err
+    )
+
+
 def test_the_watchdog_is_told_what_is_written_and_where_an_error_was(
     state: TrainState, make_keeper: MakeKeeper
 ) -> None:
@@ -193,6 +249,26 @@ def test_the_watchdog_is_told_what_is_written_and_where_an_error_was(
         save_and_fail()
     assert str(dog._progress.at) == place
     assert f"(while step_{state.step:06d} is written)" in seen[0]
+
+
+def test_training_waits_for_what_takes_longer_than_it_may(
+    state: TrainState, make_keeper: MakeKeeper
+) -> None:
+    """So that the watchdog sees a disk that doesn't answer any more."""
+    may_write, waits = threading.Event(), Waits()
+
+    def write(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+        assert may_write.wait(60)
+
+    with make_keeper(write, waiting=waits.saving, timeout_s=3600) as keeper:
+        keeper.save(state)
+        keeper.look()
+        assert waits.times == 1  # in saving
+        keeper._timeout_s = 0.0
+        threading.Timer(0.2, may_write.set).start()
+        keeper.look()
+        assert waits.times == 2
+        assert not keeper._background.seconds()
 
 
 def of_two_ranks(rank: int, folder: str) -> float:

@@ -140,3 +140,21 @@ def test_what_is_left_of_a_deletion_is_no_checkpoint_and_goes_the_next_time(
     assert series.aside() == [series.path_of(2).with_name("step_000002.incomplete")]
     delete_old(series, Retention(keep_last=2))
     assert series.aside() == []
+
+
+def test_what_the_system_does_not_delete_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a file on NFS that somebody has open."""
+    series = steps_of(tmp_path)
+    for step in (2, 4):
+        begin(series.path_of(step))
+        seal(series.path_of(step))
+    with monkeypatch.context() as patched:
+
+        def busy(path: object, *_: object, **__: object) -> None:
+            raise OSError(16, "Device or resource busy", path)
+
+        patched.setattr("os.unlink", busy)
+        delete_old(series, Retention(keep_last=1))
+    assert [each.step for each in series.found()] == [4]

@@ -193,6 +193,16 @@ def test_a_tenth_of_the_bytes_with_128_heads(packed: bool) -> None:
     assert predicted == sent
 
 
+def test_ulysses_runs_alike_with_latents_and_without() -> None:
+    heads = Workload(num_tokens=65536, num_heads=128, num_kv_heads=8, head_dim=192)
+    workloads = (heads, replace(heads, latent_dim=576))
+    both = LongContextConfig(ulysses_degree=2, ring_degree=2)
+    first, second = (decide(both, workload) for workload in workloads)
+    assert first == second
+    found = {predict(first, Direction.FORWARD, w, MACHINES["h100"]) for w in workloads}
+    assert len(found) == 1
+
+
 def test_weights_without_a_part_have_no_gradient_and_those_without_a_tile_have_zeros() -> None:
     used, twin, unused = (torch.ones(3, dtype=torch.float64, requires_grad=True) for _ in range(3))
 

@@ -109,11 +109,13 @@ def run_cases(rank: int, cases: list[Case]) -> list[Found]:
     return results
 
 
-def test_processes_equal_dense() -> None:
-    axes = ([1, 2, 4], ["zigzag", "contiguous"], [3, 31], [(4, 2), (4, 1)], list(TOLERANCE))
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_processes_equal_dense(world_size: int) -> None:
+    ulysses = [degree for degree in (1, 2, 3, 4) if world_size % degree == 0]
+    axes = (ulysses, ["zigzag", "contiguous"], [3, 31], [(4, 2), (4, 1)], list(TOLERANCE))
     cases = [
         Case(
-            LongContextConfig(ulysses_degree=u, ring_degree=4 // u, layout=layout),
+            LongContextConfig(ulysses_degree=u, ring_degree=world_size // u, layout=layout),
             causal_row(length),
             heads,
             dtype,
@@ -121,9 +123,10 @@ def test_processes_equal_dense() -> None:
         for u, layout, length, heads, dtype in covering(*axes)
     ]
     cases += [
-        Case(config_of(plan, None, 1, 4), causal_row(31), dtype=torch.float32) for plan in PLANS
+        Case(config_of(plan, None, 1, world_size), causal_row(31), dtype=torch.float32)
+        for plan in PLANS
     ]
-    by_rank = run_distributed(run_cases, 4, cases)
+    by_rank = run_distributed(run_cases, world_size, cases)
     for index, case in enumerate(cases):
         assert_exact(case, [results[index] for results in by_rank])
 

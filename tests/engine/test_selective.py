@@ -74,6 +74,14 @@ def test_ranks_keep_equally_much(ulysses: int, ring: int, lengths: tuple[int, ..
     assert all(abs(found - wanted) <= 1 for found in run_virtual_ranks(4, kept_rows))
 
 
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.9])
+def test_the_recompute_is_the_square_of_what_is_not_kept(share: float) -> None:
+    documents = Documents.one(2**20)
+    mask = documents_mask(documents)
+    again = mask & rows_before(documents, first_kept(documents, share))
+    assert again.area / mask.area == pytest.approx((1 - share) ** 2, rel=1e-4)
+
+
 def test_the_longest_documents_are_kept_first() -> None:
     documents = Documents((100, 10, 30), 150)
     assert first_kept(documents, 0.5) == 30

@@ -19,16 +19,19 @@ from longctx_patch.kernels import (
     Score,
     Segments,
     available,
+    choose_kernel,
 )
-from longctx_patch.kernels.base import CAUSAL_WINDOW
+from longctx_patch.kernels.base import CAUSAL_WINDOW, FULL_WINDOW
 from longctx_patch.kernels.select.cache import ProbeCache
 from longctx_patch.kernels.select.preference import measurable, preferred
 from longctx_patch.kernels.select.probe import measure, rounded
+from longctx_patch.kernels.select.registry import usual_order
 from longctx_patch.sequence.regions import Tile
 from tests.kernels import cases
 from tests.kernels.cases import larger_pieces, larger_segments
 from tests.kernels.checks import check, check_calls, check_kernel, takes
 from tests.kernels.dense import Problem, answer, problem, table_of
+from tests.reference import relative_error
 
 pytestmark = pytest.mark.gpu
 
@@ -58,6 +61,30 @@ def usable(name: str, **changes: Any) -> Kernel:
     if reason is not None:
         pytest.skip(f"{name}: {reason}")
     return kernel
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_row_slices_and_a_global_lse(name: str) -> None:
+    """Gradients of blocks, from the global lse, add up; slices of rows are not contiguous."""
+    kernel = usable(name)
+    q, k, v, dout = problem(256, 256, (8, 2), torch.bfloat16, dim=64, device="cuda")[:4]
+    everything = Segments((256,), (256,), FULL_WINDOW)
+    out, lse = kernel.forward(q, k, v, everything, SCORE)
+    whole = kernel.backward(BackwardInputs(dout, q, k, v, out, lse), everything, SCORE)
+    halves = (slice(0, 128), slice(128, 256))
+    part = Segments((128,), (128,), FULL_WINDOW)
+    dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
+    for rows in halves:
+        for columns in halves:
+            own_dout, own_q, own_out = (x[:, rows] for x in (dout, q, out))
+            keys, values = (x[:, columns] for x in (k, v))
+            own = BackwardInputs(own_dout, own_q, keys, values, own_out, lse[:, :, rows])
+            grads = kernel.backward(own, part, SCORE)
+            dq[:, rows] += grads[0]
+            dk[:, columns] += grads[1]
+            dv[:, columns] += grads[2]
+    for found, wanted in zip((dq, dk, dv), whole, strict=True):
+        assert relative_error(found, wanted) < 1e-2
 
 
 @pytest.mark.parametrize("name", FAST)
@@ -236,6 +263,15 @@ def test_calls_add_up(name: str, case: str) -> None:
     """Pieces become windows, or squares in both directions where a kernel has no windows."""
     given = partial(problem, heads=(8, 2), dtype=torch.bfloat16, dim=64, device="cuda")
     check_calls(usable(name), PIECES[case], SCORE, given, 1e-2)
+
+
+def test_auto_takes_the_usual_order_where_nothing_was_measured() -> None:
+    request = KernelRequest("cuda", torch.bfloat16, 128)
+    for asked in (request, request._replace(pieces=True), request._replace(softcap=True)):
+        kernels, chosen = available(), choose_kernel("auto", asked).name
+        assert chosen == next(n for n in usual_order(asked) if kernels[n].refuses(asked) is None)
+    assert choose_kernel("auto", request._replace(tiles=True)).name == "flex"
+    assert choose_kernel("auto", request._replace(dtype=torch.float32)).name == "flex"
 
 
 RUNS = [case for case, segments in SEGMENTS.items() if not isinstance(segments.rule, Tile)]

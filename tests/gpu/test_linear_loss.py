@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longctx_patch.loss.linear_cross_entropy import linear_cross_entropy
+from longctx_patch.loss.linear_cross_entropy import linear_cross_entropy, linear_scores
 from tests.loss.test_linear_cross_entropy import Inputs, full_loss
 from tests.reference import relative_error
 
@@ -95,6 +95,32 @@ def test_chunks_of_one_token_and_any_number_of_words(dtype: torch.dtype, num_wor
     has_at_most_twice_the_error([hidden, weight], labels, chunk_bytes=1)
 
 
+@pytest.mark.parametrize("softcap", [None, 4.0])
+def test_segments_and_means_of_logits(softcap: float | None) -> None:
+    """Each segment has its own gradient; the bounds are those of bfloat16 and of float32."""
+    hidden, weight, labels = inputs(torch.bfloat16)
+    sizes, numbers = (1001, 3095), torch.tensor([0.5, -2.0], device="cuda")
+    factors = numbers.repeat_interleave(torch.tensor(sizes, device="cuda"))
+    scores = linear_scores(
+        hidden,
+        weight,
+        labels,
+        softcap=softcap,
+        chunk_bytes=CHUNK_BYTES,
+        segments=sizes,
+        with_mean_logits=True,
+    )
+    found = torch.autograd.grad(scores.losses, (hidden, weight), factors)
+    wide = [leaf.detach().double().requires_grad_() for leaf in (hidden, weight)]
+    logits = F.linear(*wide)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    wanted = torch.autograd.grad((factors * losses).sum(), wide)
+    assert all(relative_error(a, b) < 1e-2 for a, b in zip(found, wanted, strict=True))
+    means = logits.detach().mean(-1).where(labels >= 0, 0)
+    assert relative_error(scores.mean_logits, means) < 1e-3
+
+
 ROWS = [(1, 1.0), (7, 1.0), (4096, 1.0), (4097, 1e4), (128_259, 1.0), (128_259, 1e4)]
 """Numbers of words, and sizes of the logits."""
 
@@ -153,6 +179,13 @@ def test_a_row_without_label_may_hold_anything() -> None:
     wanted = results(linear_cross_entropy(hidden, weight, labels), hidden, weight)
     found = results(linear_cross_entropy(broken, weight, labels), broken, weight)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_without_gradients_there_is_the_same_loss() -> None:
+    hidden, weight, labels = inputs(torch.bfloat16)
+    with torch.no_grad():
+        loss = linear_cross_entropy(hidden, weight, labels, chunk_bytes=CHUNK_BYTES)
+    assert torch.equal(loss, linear_cross_entropy(hidden, weight, labels, chunk_bytes=CHUNK_BYTES))
 
 
 @pytest.mark.parametrize("softcap", [None, 4.0])

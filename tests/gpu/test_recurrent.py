@@ -1,21 +1,31 @@
-"""Models with recurrent layers, with the kernels that are installed, against float64.
+"""Recurrent layers with the kernels that are installed, in segments, against float64.
 
-Splitting a sequence must not cost accuracy: an error is at most twice that of the stock model in
-the same dtype on one GPU. Errors are means over several models, since by luck the error of a few
-numbers can be small, and twice that of the mean gradient is allowed as well.
+Splitting a sequence must not cost accuracy: an error is at most twice that of the same function
+over the whole sequence, in the same dtype on one GPU. For models these are means over several of
+them, since by luck the error of a few numbers can be small, and twice that of the mean gradient is
+allowed as well.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
+from itertools import pairwise
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.bamba import modeling_bamba
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from longctx_patch import LongContextConfig, make_sequence_group, patch
+from longctx_patch.engine.chain.delta_rule import DeltaRule
+from longctx_patch.engine.chain.recurrence import Recurrence
+from longctx_patch.engine.chain.state_space import StateSpace
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.hf.model.sequence_kernels import (
     KERNELS,
@@ -23,18 +33,106 @@ from longctx_patch.hf.model.sequence_kernels import (
     plain,
     run_torch_recurrences,
     runs_kernel,
+    torch_function,
 )
 from longctx_patch.hf.model.transformers_api import recurrent_modules
+from longctx_patch.sequence.layout import Interval
 from longctx_patch.verification.shrink import keep_float64
 from tests.harness import run_distributed
 from tests.hf.by_documents import stock_step, whole_row
 from tests.hf.steps import Step, errors
 from tests.hf.tiny import SUPPORTED, featured_model, gradients, mean_over_ranks
+from tests.reference import relative_error
 
 pytestmark = pytest.mark.gpu
 
-LENGTH = 1021
+ROUNDING = 1e-6
+"""What float32 may add where the other error is less."""
+LENGTH, HEADS, DIM = 1021, 4, 64
+EDGES = (0, 1, 333, 640, LENGTH)
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+
+
+def delta_rule(inputs: list[Tensor], rule: Callable[..., Any]) -> Recurrence:
+    query, key, value, decay, beta = inputs
+    decays = -F.softplus(decay.to(torch.promote_types(decay.dtype, torch.float32)))
+    options = {"use_qk_l2norm_in_kernel": True}
+    return DeltaRule(rule, (query, key, value, decays, beta.sigmoid()), options)
+
+
+def state_space(inputs: list[Tensor], scan: Callable[..., Any]) -> Recurrence:
+    b, c, x, decay, dt = inputs
+    a = -decay[0, 0].exp().to(torch.promote_types(decay.dtype, torch.float32))
+    options = {"chunk_size": 64, "dt_softplus": True}
+    return StateSpace(scan, (x, dt, b, c), a, options)
+
+
+KINDS: dict[str, tuple[ModuleType, str, Callable[..., Recurrence]]] = {
+    "delta rule": (modeling_qwen3_5, "torch_chunk_gated_delta_rule", delta_rule),
+    "state space": (modeling_bamba, "mamba2_chunk_scan", state_space),
+}
+
+
+def leaves(dtype: torch.dtype, device: str) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    wide, narrow = (1, LENGTH, HEADS, DIM), (1, LENGTH, HEADS)
+    made = [torch.randn(shape, generator=generator) for shape in (wide, wide, wide, narrow, narrow)]
+    return [tensor.bfloat16().to(device, dtype).requires_grad_() for tensor in made]
+
+
+def in_segments(recurrence: Recurrence) -> Tensor:
+    """Each segment knows of those before it their maps alone."""
+    outs, state = [], None
+    for start, stop in pairwise(EDGES):
+        slots = Interval(start, stop)
+        out, _ = recurrence.run(slots, state, ends=False)
+        if state is None:
+            _, state = recurrence.run(slots, None, ends=True)
+        else:
+            m, u = recurrence.map(slots)
+            state = recurrence.apply(m, state) + u
+        outs.append(out)
+    return torch.cat(outs, dim=1)
+
+
+def whole(recurrence: Recurrence) -> Tensor:
+    return recurrence.run(Interval(0, LENGTH), None, ends=False)[0]
+
+
+def results(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    grad = torch.randn(out.shape, generator=generator).bfloat16().to(out.device, out.dtype)
+    return [x.detach().cpu().double() for x in (out, *torch.autograd.grad(out, inputs, grad))]
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", KINDS)
+def test_segments_are_as_accurate_as_the_whole(kind: str, dtype: torch.dtype) -> None:
+    module, name, make = KINDS[kind]
+    kernel = getattr(module, name)
+    inputs = leaves(torch.float64, "cpu")
+    with pytest.MonkeyPatch.context() as patched:
+        in_float64(patched)
+        wanted = results(whole(make(inputs, torch_function(kernel))), inputs)
+    inputs = leaves(dtype, "cuda")
+    found = results(in_segments(make(inputs, kernel)), inputs)
+    of_whole = results(whole(make(inputs, kernel)), inputs)
+    for number, (one, other, exact) in enumerate(zip(found, of_whole, wanted, strict=True)):
+        bound = 2 * relative_error(other, exact) + ROUNDING
+        assert relative_error(one, exact) <= bound, (number, relative_error(other, exact))
+
+
+def in_float64(patched: pytest.MonkeyPatch) -> None:
+    """Functions that would round to float32 don't."""
+    stock = Tensor.to
+
+    def to(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+        if tensor.dtype == torch.float64:
+            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        return stock(tensor, *args, **options)
+
+    patched.setattr(Tensor, "to", to)
+    patched.setattr(Tensor, "float", Tensor.double)
 
 
 NUM_MODELS = 3

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 
 from longctx_patch import LongContextConfig, patch
@@ -13,6 +14,8 @@ from longctx_patch.health.places import (
     OWN_THREADS,
     Place,
     place_here,
+    place_of_error,
+    stacks,
 )
 from tests.harness import run_distributed
 from tests.hf.tiny import tiny_model
@@ -30,6 +33,16 @@ def held_by(function: Any) -> Iterator[None]:
 def wait(came: threading.Event, go_on: threading.Event) -> None:
     came.set()
     go_on.wait(60)
+
+
+def test_every_thread_has_its_frames() -> None:
+    came, go_on = threading.Event(), threading.Event()
+    with held_by(lambda: wait(came, go_on)):
+        assert came.wait(60)
+        frames = stacks()
+        go_on.set()
+    assert any(frame.endswith(" wait") and "test_places" in frame for frame in frames["holds"])
+    assert place_here().code.startswith("health/places.py")
 
 
 def in_file(name: str, function: str) -> Any:
@@ -99,3 +112,13 @@ def test_a_rank_that_waits_in_a_layer_says_which_and_for_whom() -> None:
     assert (waiting.waits_for, waiting.waits) == ((1,), True)
     assert sleeping.waits is False
     assert "test_places.py" in sleeping.code
+
+
+def test_an_error_has_the_place_where_it_was_raised() -> None:
+    model = tiny_model()
+    model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError) as caught:
+        model(input_ids=torch.arange(8)[None])
+    place = place_of_error(caught.value)
+    assert (place.direction, place.waits) == ("forward", False)
+    assert "test_places.py" in place.code

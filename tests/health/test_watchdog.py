@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from longctx_patch.health import last_words
+from longctx_patch.health import last_words, watchdog
 from longctx_patch.health.beats import Alarm, Beat, Board, Teller
 from longctx_patch.health.places import Place, place_on_device
 from longctx_patch.health.progress import Phase, TimeLimits
@@ -57,6 +57,15 @@ def test_a_step_that_takes_too_long_ends_the_process_with_a_record(
     assert "raised with --step-timeout" in said
 
 
+def test_nothing_is_written_into_an_output_that_is_not_there_yet(tmp_path: Path) -> None:
+    """Else the next start would find its output filled."""
+    ends = Ends()
+    with watching(ends, tmp_path / "out" / "flight"):
+        assert ends.came.wait(WAIT_S)
+    assert ends.codes == [1]
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_start_in_which_processes_do_not_meet_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,6 +104,18 @@ def test_steps_within_the_limit_go_on(tmp_path: Path) -> None:
         assert not ends.came.wait(0.1)
     assert not list(tmp_path.iterdir())
     assert not ends.codes
+
+
+def test_it_ends_the_process_also_if_it_finds_no_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise OSError("a pipe that nobody reads")
+
+    monkeypatch.setattr(watchdog, "judge", fails)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    ends = Ends()
+    with watching(ends, None):
+        assert ends.came.wait(WAIT_S)
+    assert ends.codes == [1]
 
 
 def test_a_process_whose_launcher_is_gone_ends(monkeypatch: pytest.MonkeyPatch) -> None:

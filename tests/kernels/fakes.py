@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -35,16 +34,23 @@ FA2 = {
     "_flash_attn_varlen_backward": f"{_FA2_GIVEN}, {', '.join(LENGTHS)}, {_FA2_RULE}, "
     "deterministic=False, rng_state=None, zero_tensors=False",
 }
-_FA3_LENGTHS = "max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None, is_causal=False"
-_FA3_RULE = f"seqused_q=None, seqused_k=None, {_FA3_LENGTHS}, window_size_left=-1"
-FA3 = {
-    "fwd": "q, k, v, k_new=None, v_new=None, q_v=None, out=None, cu_seqlens_q=None, "
-    f"cu_seqlens_k=None, cu_seqlens_k_new=None, {_FA3_RULE}, window_size_right=-1, "
-    "attention_chunk=0, softcap=0.0, num_splits=0, sm_margin=0",
-    "bwd": "dout, q, k, v, out, softmax_lse, dq=None, dk=None, dv=None, cu_seqlens_q=None, "
-    f"cu_seqlens_k=None, {_FA3_RULE}, window_size_right=-1, softcap=0.0, deterministic=False, "
-    "sm_margin=0",
-}
+FA3_FORWARD = (
+    "fwd(Tensor q, Tensor k, Tensor v, Tensor? k_new=None, Tensor? v_new=None, Tensor? q_v=None, "
+    "Tensor(a!)? out=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
+    "Tensor? cu_seqlens_k_new=None, Tensor? seqused_q=None, Tensor? seqused_k=None, "
+    "int? max_seqlen_q=None, int? max_seqlen_k=None, float? softmax_scale=None, "
+    "bool is_causal=False, int window_size_left=-1, int window_size_right=-1, "
+    "int attention_chunk=0, float softcap=0.0, int num_splits=0, int sm_margin=0) "
+    "-> (Tensor, Tensor, Tensor?, Tensor?)"
+)
+FA3_BACKWARD = (
+    "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
+    "Tensor(a!)? dq=None, Tensor(b!)? dk=None, Tensor(c!)? dv=None, Tensor? cu_seqlens_q=None, "
+    "Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None, "
+    "int? max_seqlen_q=None, int? max_seqlen_k=None, float? softmax_scale=None, "
+    "bool is_causal=False, int window_size_left=-1, int window_size_right=-1, "
+    "float softcap=0.0, bool deterministic=False, int sm_margin=0) -> Tensor"
+)
 FA4_FORWARD = (
     "q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, "
     "max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None, "
@@ -207,15 +213,19 @@ def flash_attn_4(calls: Calls | None = None) -> Any:
 @contextmanager
 def flash_attn_3_ops(calls: Calls | None = None) -> Iterator[None]:
     """The ops `torch.ops.flash_attn_3` (`hopper/flash_api.cpp`), on CPU."""
-
-    def named(run: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda is_causal, **given: run(causal=is_causal, **given)
-
-    ops = SimpleNamespace()
-    for name, run in (("fwd", forward), ("bwd", write)):
-        _put(ops, name, FA3[name], named(run), calls)
-    with patch.object(torch.ops, "flash_attn_3", ops, create=True):
+    library = torch.library.Library("flash_attn_3", "DEF")
+    for name, schema, run in (
+        ("fwd", FA3_FORWARD, forward),
+        ("bwd", FA3_BACKWARD, write),
+    ):
+        library.define(schema)
+        library.impl(
+            name, _over_schema(schema, (calls or Calls()).noted(f"fa3.{name}", run)), "CPU"
+        )
+    try:
         yield
+    finally:
+        library._destroy()
 
 
 def _put(
@@ -243,6 +253,18 @@ def _function(parameters: str, run: Callable[..., Any]) -> Callable[..., Any]:
 def _with_bounds(given: dict[str, Any]) -> dict[str, Any]:
     sides = ("window_size_left", "window_size_right")
     return given | {side: -1 if given[side] is None else given[side] for side in sides}
+
+
+def _over_schema(schema: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, called with an op's arguments by name and the schema's defaults for the rest."""
+    arguments = torch._C.parse_schema(f"flash_attn_3::{schema}").arguments
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = {a.name: a.default_value for a in arguments if a.has_default_value()}
+        given |= dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
+        return run(**given, causal=given.pop("is_causal"))
+
+    return call
 
 
 @dataclass(frozen=True)

@@ -126,6 +126,14 @@ def piece(rows: int, columns: int, low: int | None, high: int | None) -> Piece:
     return Piece(Interval(0, rows), Interval(0, columns), Band(low, high))
 
 
+def test_a_window_is_counted_from_the_last_pair() -> None:
+    """Each of 7 queries sees 4 of 10 keys, the last being its own: the window is (3, 0)."""
+    (call,) = calls_of((piece(7, 10, 0, 3),), BOTH)
+    assert call.segments.rule == Window(3, 0)
+    (call,) = calls_of((piece(5, 5, 0, None),), BOTH)
+    assert call.segments.rule == Window(0, None)
+
+
 def test_documents_of_one_rule_share_a_call() -> None:
     documents = documents_mask(packed([5, 1, 9, 2]))
     (call,) = calls_of(documents.regions, BOTH)
@@ -162,6 +170,19 @@ def test_equal_tiles_share_a_call() -> None:
     pieces = tuple(Piece(Interval(n, n + 3), Interval(n, n + 3), table) for n in (0, 3, 9))
     (call,) = calls_of(pieces, BOTH)
     assert call.segments == ((3, 3, 3), (3, 3, 3), table)
+
+
+def test_tables_need_a_kernel_that_takes_them() -> None:
+    table = Piece(Interval(0, 2), Interval(0, 2), Tile(np.eye(2, dtype=np.bool_)))
+    with pytest.raises(AssertionError, match="must refuse tables"):
+        calls_of((table,), PLAIN._replace(tiles=False))
+
+
+@pytest.mark.parametrize("traits", [PLAIN, BOTH])
+def test_loose_pieces_are_our_own_mistake(traits: Traits) -> None:
+    for loose in (piece(6, 7, 1, 1), piece(7, 6, -9, -1), piece(3, 9, None, 2)):
+        with pytest.raises(AssertionError, match="at their edges without a pair"):
+            calls_of((loose,), traits)
 
 
 def test_plain_causal_squares_stay_whole() -> None:

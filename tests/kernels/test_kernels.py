@@ -1,5 +1,6 @@
 """Every kernel that runs on a CPU agrees with attention over a whole table in float64."""
 
+import gc
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from longctx_patch.kernels import (
+    BackwardInputs,
     Kernel,
     Score,
     Segments,
@@ -20,6 +22,7 @@ from longctx_patch.kernels import (
 from longctx_patch.kernels.backends.dense import DenseKernel
 from longctx_patch.kernels.backends.flex import FlexKernel
 from longctx_patch.kernels.backends.flex_masks import block_mask
+from longctx_patch.kernels.base import CAUSAL_WINDOW
 from longctx_patch.sequence.layout import even_cuts
 from tests.kernels.cases import PIECES, SEGMENTS
 from tests.kernels.checks import check_calls, check_kernel, takes
@@ -144,6 +147,21 @@ def test_heads_after_each_other_add_up(
     check_calls(KERNELS[name], PIECES[case], PLAIN, given, TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("name", KERNELS)
+def test_calls_leave_no_tensors_behind(name: str) -> None:
+    """A call's graph goes with the call, whatever its operations save."""
+    kernel, segments = KERNELS[name], SEGMENTS["causal"]
+    dtype = torch.float16 if name in PACKAGED else torch.float64
+    given = problem(sum(segments.q), sum(segments.kv), (6, 2), dtype)
+    want = answer(given, table_of(segments), PLAIN)
+    alive = []
+    for _ in range(3):  # the first call may make what later ones share
+        check_kernel(kernel, segments, PLAIN, given, want, TOLERANCE[dtype])
+        gc.collect()
+        alive.append(sum(issubclass(type(each), Tensor) for each in gc.get_objects()))
+    assert alive[1] == alive[2]
+
+
 def test_heads_go_together_while_dq_is_small() -> None:
     device = 140 * 2**30
     for tokens, heads, parts in ((2**18, 32, 1), (2**20, 8, 1), (2**20, 32, 3), (3 * 2**19, 32, 4)):
@@ -192,3 +210,12 @@ def test_block_masks_are_those_of_torch(case: str) -> None:
     wanted = torch.zeros(lengths, dtype=torch.bool)
     wanted[: sum(segments.q), : sum(segments.kv)] = table_of(segments)
     assert torch.equal(bits, wanted)
+
+
+def test_cudnn_refuses_rows_whose_gradients_it_gets_wrong() -> None:
+    """A single key-value head can't be cut, so cuDNN refuses. The meta device needs no memory."""
+    q = torch.empty(1, 2**21, 8, 128, dtype=torch.bfloat16, device="meta")
+    k, lse = q[:, :, :1], torch.empty(1, 8, 2**21, device="meta")
+    segments = Segments((2**21,), (2**21,), CAUSAL_WINDOW)
+    with pytest.raises(ValueError, match=r"2,147,483,648 numbers.*'flash_attn_4'"):
+        available()["cudnn"].backward(BackwardInputs(q, q, k, k, q, lse), segments, PLAIN)

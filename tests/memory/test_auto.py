@@ -8,7 +8,7 @@ import pytest
 from longctx_patch.memory.auto import MEASURE
 from longctx_patch.memory.ladder import Extra, after_climbs, measured_extra
 from longctx_patch.memory.limits import MARGIN
-from longctx_patch.memory.passes import Rehearsed
+from longctx_patch.memory.passes import RECENT, Rehearsed
 from tests.memory.simulated import CHEAP, EXTRA, LAYERS, Training, capacity_for
 
 
@@ -43,6 +43,23 @@ def test_layers_climb_after_one_measured_pass_and_no_higher_than_fits() -> None:
         assert use.extra_bytes == (Extra(10 * CHEAP, 10 * EXTRA),) * LAYERS
         assert use.peak_bytes <= (1 - MARGIN) * use.capacity_bytes
     assert training.auto.policies == ("none",) * LAYERS
+
+
+def test_with_a_host_layers_leave_where_attention_does_not_fit() -> None:
+    """`auto` ends with each number of climbs on the machine with just the memory for it."""
+    tokens = 10
+    costs = [tokens * CHEAP] * LAYERS + [tokens * EXTRA] * LAYERS
+    # The least is what the measuring pass needs. LAYERS climbs are left out, because the first
+    # whole layer takes no more than its recompute did.
+    for climbs in (*range(4, LAYERS), *range(LAYERS + 1, 2 * LAYERS + 1)):
+        # One layer is recomputed at a time, in the memory that whole layers after it have freed.
+        need = 100 + sum(costs[:climbs]) + (tokens * EXTRA if climbs <= LAYERS else 0)
+        training = Training.on(int((need + CHEAP) / (1 - MARGIN)) + 1, offloads=True)
+        for _ in range(8):
+            training.train(tokens)
+        assert training.machine.highest <= training.machine.capacity_bytes
+        found = training.auto.policies
+        assert found == after_climbs(climbs, LAYERS), (climbs, found)
 
 
 def test_what_a_rehearsal_knew_need_not_be_measured() -> None:
@@ -80,6 +97,17 @@ def test_what_a_rehearsal_knew_need_not_be_measured() -> None:
             assert training.auto.policies[-1] == "none"  # a longer row is measured
 
 
+@pytest.mark.parametrize("too_much", [0, 100, 200, 300])
+def test_a_rehearsal_that_was_too_careful_holds_for_one_pass(too_much: int) -> None:
+    """From the second pass on the policies are right, even if the first has the rehearsed ones."""
+    extra = Extra(10 * CHEAP, 10 * EXTRA)
+    expected = 100 + LAYERS * 10 * CHEAP + 10 * EXTRA + too_much
+    training = Training.on(capacity_for(4), offloads=True)
+    found = Rehearsed(extra_bytes=extra, host_layers=0, peak_bytes=expected, rest_bytes=100)
+    training.auto.know(10, found)
+    assert [training.train() for _ in range(5)][1:] == [4] * 4
+
+
 def test_the_pass_that_measures_takes_half_of_the_margin_and_what_it_must() -> None:
     training = Training.on(int(8 * CHEAP * 10 / (MARGIN / 2)), offloads=True)
     training.backward(training.forward(10))
@@ -111,12 +139,86 @@ def test_layers_step_down_once_where_memory_is_lost_in_pieces() -> None:
     assert not any(short[-6:])
 
 
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_a_single_retry_changes_nothing(at_once: int) -> None:
+    """This holds even if the pass with the retry ends several times or others are open."""
+    found = []
+    for retries in (0, 1):
+        training, whole = Training.on(capacity_for(5)), []
+        training.train()
+        for _ in range(4):
+            passes = [training.forward(10) for _ in range(at_once)]
+            training.machine.tried_again += retries
+            for this in (*reversed(passes), passes[0]):
+                training.auto.end(this)
+            training.machine.now = 100
+            whole += [training.train() for _ in range(RECENT)]
+        found.append(whole)
+    assert found[0] == found[1]
+    assert found[0][-1] > 0
+
+
+def test_retries_of_every_other_pass_count() -> None:
+    """Only every other pass retries: one that meets gradients, or the longer of two lengths."""
+    for lengths in ((10, 10), (10, 7)):
+        training = Training.on(capacity_for(5))
+        training.train()
+        found = []
+        for number in range(40):
+            this = training.forward(lengths[number % 2])
+            if number % 2 and training.whole > 3:
+                training.machine.tried_again += 1
+            training.backward(this)
+            found.append(training.whole)
+        assert found[-20:] == [found[-1]] * 20
+        assert 1 <= found[-1] <= 4
+
+
+def test_a_peak_of_something_else_hides_no_retries() -> None:
+    training = Training.on(capacity_for(5))
+    training.machine.pieces = 0.2
+    for _ in range(8):
+        training.train()
+        with training.machine.holding(training.machine.capacity_bytes):
+            pass  # an evaluation, say
+    short = training.machine.tried_again
+    for _ in range(4):
+        training.train()
+    assert training.machine.tried_again == short
+    assert training.whole > 0
+
+
 def test_retries_between_passes_are_not_theirs() -> None:
     training = Training.on(capacity_for(5))
     training.train()
     for _ in range(6):
         assert training.train() == 5
         training.machine.tried_again += 1
+
+
+@pytest.mark.parametrize("fill", [0.7, 1.0])
+def test_states_count_once_where_shorter_rows_meet_them(fill: float) -> None:
+    """The longest row came before the optimizer made its states, shorter rows after it."""
+    training = Training.on(1600 if fill == 1.0 else 2100)
+    training.machine.fill = fill
+    assert [training.train(10) for _ in range(2)] == [1, LAYERS]
+    training.step(400)
+    assert [training.train(9) for _ in range(6)] == [LAYERS] * 6
+    use = training.auto.use
+    assert use is not None
+    assert use.peak_bytes <= use.capacity_bytes
+
+
+def test_what_stays_leaves_no_gaps() -> None:
+    """With segments of fixed size, gaps are expected only in memory that isn't held all along."""
+    training = Training.on(1000)
+    training.machine.fill = 0.7
+    training.machine.hold(640)
+    for _ in range(4):
+        training.train(1)
+    assert training.whole == LAYERS
+    assert training.auto.use is not None
+    assert training.auto.use.capacity_bytes == 740 + 182
 
 
 def test_a_pass_that_was_out_of_memory_is_not_made_again() -> None:
@@ -128,6 +230,15 @@ def test_a_pass_that_was_out_of_memory_is_not_made_again() -> None:
     training.machine.now = 100
     training.machine.failed += 1
     assert training.train() < 5
+
+
+def test_a_loss_that_is_thrown_away_was_not_out_of_memory() -> None:
+    training = Training.on(capacity_for(5))
+    training.train()
+    training.forward(10)
+    training.machine.now = 100
+    training.machine.tried_again += 1
+    assert [training.train() for _ in range(3)] == [5] * 3
 
 
 def test_the_least_of_all_ranks_holds_and_measuring_is_less_than_any() -> None:
@@ -195,6 +306,15 @@ def test_a_longer_row_measures_anew_and_shorter_ones_go_by_it() -> None:
     assert training.auto.use.num_tokens == 20
 
 
+def test_shorter_rows_alone_show_no_room() -> None:
+    """After a change of policies, only a pass of the longest row shows what such rows need."""
+    training = Training.on(capacity_for(5))
+    assert [training.train() for _ in range(2)] == [1, 5]
+    training.train(1, others=LAYERS + 2)
+    assert [training.train(1) for _ in range(3)] == [2, 2, 2]
+    assert [training.train(10), training.train(1)] == [2, 5]
+
+
 def test_half_the_margin_is_left_to_passes_that_differ() -> None:
     training = Training.on(capacity_for(5))
     training.train()
@@ -206,6 +326,16 @@ def test_half_the_margin_is_left_to_passes_that_differ() -> None:
     assert training.train() == 4
 
 
+def test_an_evaluation_before_shorter_rows_is_no_peak_of_theirs() -> None:
+    training = Training.on(2000)
+    found = []
+    for number in range(10):
+        found.append(training.train(6 if number % 2 else 10))
+        with training.machine.holding(1970 - training.machine.now):
+            pass
+    assert found == [1] + [LAYERS] * 9
+
+
 def test_loads_that_change_from_pass_to_pass_settle_on_the_heavy_one() -> None:
     training = Training.on(capacity_for(5))
     found = []
@@ -213,6 +343,27 @@ def test_loads_that_change_from_pass_to_pass_settle_on_the_heavy_one() -> None:
         training.loss_bytes = 140 * (number % 2)
         found.append(training.train())
     assert found[-10:] == [4] * 10
+
+
+def test_a_peak_that_was_out_of_memory_counts() -> None:
+    """After a pass ran out of memory and its step was skipped, the next heavy pass fits."""
+    training = Training.on(capacity_for(8))
+    assert [training.train() for _ in range(3)] == [1, 8, 8]
+    training.loss_bytes = 60
+    training.forward(10)  # without a backward; its memory is freed
+    training.machine.top = training.machine.capacity_bytes
+    training.machine.now = 100
+    assert training.train() < 8
+    assert training.machine.highest <= training.machine.capacity_bytes
+
+
+def test_others_may_reset_the_peak_between_passes() -> None:
+    training = Training.on(capacity_for(5))
+    found = []
+    for _ in range(4):
+        found.append(training.train())
+        training.machine.reset_peak()
+    assert found == [1, 5, 5, 5]
 
 
 def test_two_forwards_before_a_backward_share_the_memory() -> None:

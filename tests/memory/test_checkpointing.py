@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
@@ -43,6 +44,25 @@ def test_every_family_has_a_layer_to_recompute_for_all_that_mixes_tokens() -> No
         assert len(decoder_layers(model)) == model.config.num_hidden_layers
         assert [found for found in inside if found in set(attentions)] == attentions, family
         assert [found for found in inside if found in set(recurrent)] == recurrent, family
+
+
+def test_layers_that_stay_whole_cost_no_more_than_measured_and_least_if_last() -> None:
+    with LiveBytes(PLENTY) as meter:
+        it = Trained(deep_model(), meter=meter)
+        it.step()
+        it.step()
+        use = it.handle.checkpointing.memory
+        assert use is not None
+        assert len(set(use.extra_bytes)) == 1
+        extra, peaks = use.extra_bytes[0].none, []
+        for whole in range(LAYERS + 1):
+            it.force(last(whole))
+            peaks.append(it.peak(meter))
+            it.force(last(whole)[::-1])
+            assert it.peak(meter) >= peaks[-1]
+    for whole, peak in enumerate(peaks):
+        assert peak <= peaks[0] + whole * extra
+    assert peaks[-1] > peaks[0] + (LAYERS - 2) * extra
 
 
 def capacity_beside(use: MemoryUse, layers: float) -> int:
@@ -93,6 +113,48 @@ def test_whole_rows_evaluation_and_adapters() -> None:
                 it.model.zero_grad(), plain.model.zero_grad()
             else:
                 assert_equal(it.step(), plain.step())
+
+
+def test_training_other_parameters_is_measured_anew() -> None:
+    """Layers below all trained parameters keep nothing, so training those is measured anew."""
+    with LiveBytes(PLENTY) as meter:
+        model = deep_model()
+        model.requires_grad_(False)
+        model.get_decoder().layers[-1].requires_grad_(True)
+        it = Trained(model, meter=meter)
+        for _ in range(2):
+            it.loss().backward()
+            model.zero_grad()
+        before = it.handle.checkpointing.memory
+        model.requires_grad_(True)
+        it.step()
+        after = it.handle.checkpointing.memory
+    assert before is not None
+    assert after is not None
+    assert before.extra_bytes[0].none == 0 < after.extra_bytes[0].none
+    assert it.handle.checkpointing.num_whole_layers == 1
+
+
+def test_an_interrupted_forward_is_forgotten() -> None:
+    """A forward that raised must not count as a pass whose activations are alive."""
+    with LiveBytes(PLENTY) as meter:
+        it = Trained(deep_model(), meter=meter)
+        it.step()
+        norm = it.model.get_decoder().norm
+        hook = norm.register_forward_pre_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            it.loss()
+        hook.remove()
+        for _ in range(2):
+            it.step()
+        auto = it.handle._checkpoints._auto
+        assert auto is not None
+        assert not auto._open
+        assert auto._window.at_once == 1
+
+
+def fail(*_: object) -> None:
+    raise ZeroDivisionError
 
 
 def check_changes_between_passes() -> None:

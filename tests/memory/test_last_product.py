@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from longctx_patch.hf.layers.mlp_tiles import TiledForward
-from longctx_patch.memory.last_product import is_plain
+from longctx_patch.memory.last_product import is_plain, left_out
 from longctx_patch.memory.tiled_mlp import run_tiled
 from tests.hf.tiny import gradients, tiny_model
 from tests.memory.test_tiled_mlp import INTERMEDIATE, SIZE, Mlp
@@ -81,6 +82,14 @@ def test_where_a_tile_is_not_the_layers_result_nothing_is_left_out(ends: Any) ->
     assert "forward" not in vars(mlp.down)
 
 
+def test_a_result_that_is_written_to_is_an_error() -> None:
+    """An MLP that writes into the down projection's result raises; no known MLP does this."""
+    mlp = Ending(lambda mlp, x: mlp.whole(x).mul_(2))
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        step(mlp, mlp.down)
+    assert "forward" not in vars(mlp.down)
+
+
 def test_who_comes_between_forward_and_backward_is_heard() -> None:
     mlp, seen = Ending(), []
     hidden = torch.randn(ROWS, LENGTH, SIZE, requires_grad=True)
@@ -95,6 +104,24 @@ def test_who_comes_between_forward_and_backward_is_heard() -> None:
     mlp.down.forward = own  # type: ignore[method-assign]
     out.sum().backward()
     assert mlp.down.forward is own
+
+
+def test_other_threads_get_what_the_layer_gives() -> None:
+    linear, hidden = nn.Linear(4, 4), torch.randn(3, 4)
+    wanted = linear(hidden)
+    with left_out(linear), ThreadPoolExecutor(1) as other:
+        assert torch.equal(other.submit(linear, hidden).result(), wanted)
+        assert not linear(hidden).any()
+    assert torch.equal(linear(hidden), wanted)
+
+
+def test_another_linear_in_torchs_place_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = nn.Linear(4, 4)
+    for holder, name in ((nn.Linear, "forward"), (nn.functional, "linear")):
+        with monkeypatch.context() as patched:
+            patched.setattr(holder, name, lambda *args: torch.zeros(1))
+            assert not is_plain(linear)
+    assert is_plain(linear)
 
 
 class OwnTensor(Tensor):

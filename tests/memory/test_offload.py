@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from longctx_patch import LongContextConfig, patch
+from longctx_patch.memory import host as host_module
 from longctx_patch.memory.meter import CudaMeter
 from longctx_patch.memory.offload import HostCopies, HostMemoryFull, HostRoom
 from longctx_patch.memory.replay import Getter
@@ -64,6 +65,20 @@ def test_large_layers_come_when_they_are_asked_for(most: int, comes: bool) -> No
     assert kept
 
 
+def test_memory_is_used_again_once_nobody_can_ask_for_it() -> None:
+    host = HostCopies(CPU)
+    for _ in range(3):
+        kept, getters = layers_of(host, 4)
+        assert host.num_bytes == 4 * 2 * 3 * 4
+        assert getters[0][0]().tolist() == [10.0] * 3
+        del kept, getters
+        gc.collect()
+    kept, getters = layers_of(host, 5)
+    assert host.num_bytes == 5 * 2 * 3 * 4
+    assert kept
+    assert getters
+
+
 def test_a_longer_row_takes_the_place_of_a_shorter_one() -> None:
     """Rows of many lengths in turn take the memory of the longest, not buffers of every length."""
     host = HostCopies(CPU)
@@ -113,6 +128,16 @@ def room_for(num_bytes: int) -> HostRoom:
     return HostRoom(available=num_bytes + 10, reserve=10)
 
 
+def test_a_full_host_is_refused_with_its_numbers() -> None:
+    host = HostCopies(CPU)
+    kept = host.begin()
+    host.room = lambda: room_for(12)
+    kept.keep(torch.ones(3))
+    host.room = lambda: room_for(11)
+    with pytest.raises(HostMemoryFull, match=r"need 0\.00 GiB of host memory more.*'attention'"):
+        kept.keep(torch.ones(3))
+
+
 def test_what_others_will_take_is_left_free() -> None:
     """Bytes that are reserved, for an optimizer's states say, stay free on the host."""
     model = tiny_model()
@@ -158,6 +183,12 @@ def test_or_what_has_no_room_stays() -> None:
     then = kept.keep(torch.full((3,), 8.0))
     assert [get().tolist(), then().tolist()] == [[7.0] * 3, [8.0] * 3]
     assert host.num_bytes == 12
+
+
+def test_little_room_is_left_to_others() -> None:
+    room = HostRoom.now()
+    assert 0 < room.reserve < 0.06 * host_module.total_bytes()
+    assert room.available > 0
 
 
 def test_a_layer_leaves_its_input_and_shares_the_others() -> None:

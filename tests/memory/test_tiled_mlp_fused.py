@@ -23,19 +23,29 @@ def deep_model() -> Any:
 
 
 @pytest.mark.usefixtures("aot_eager")
-def test_compiled_mlps() -> None:
+@pytest.mark.parametrize(("parts", "patched_first"), [("all", True), ("mlps", False)])
+def test_compiled_mlps(patched_first: bool, parts: str) -> None:
     """All layers share four graphs of a tile: with and without gradients, for one length and for
     any."""
     wanted = [tiled(deep_model(), 1).step(length) for length in (31, 37, 41)]
     model = deep_model()
-    for mlp in dense_mlps(model):
-        mlp.compile()  # type: ignore[union-attr]
+
+    def compile_parts() -> None:
+        if parts == "all":
+            fuse_layers(model, "compile")
+        for mlp in dense_mlps(model):
+            mlp.compile()  # type: ignore[union-attr]
+
+    if not patched_first:
+        compile_parts()
     it = tiled(model, 4, checkpoint="attention")
+    if patched_first:
+        compile_parts()
     for length, step in zip((31, 37, 41), wanted, strict=True):
         assert_near(it.step(length), step, 1e-5)
     assert it.handle.mlp_tiles == (4,) * 9
     graphs = counters["stats"]["unique_graphs"]
-    assert graphs == 4
+    assert graphs == 4 if parts == "mlps" else 4 < graphs < 3 * 5
     it.step(29)
     assert counters["stats"]["unique_graphs"] == graphs
     assert not counters["unimplemented"], "a limit on recompiling was not met"

@@ -60,6 +60,20 @@ def test_a_window_costs_what_is_in_it_whatever_the_length(num_tokens: int) -> No
             assert max(areas(plan)) * 8 <= area * 1.06
 
 
+@pytest.mark.parametrize("placement", ["contiguous", "balanced"])
+@pytest.mark.parametrize("per_rank", [(64,), (1, 62, 1), (16,) * 4, (7, 50)])
+def test_documents_that_end_at_the_edges_of_ranks_send_nothing(
+    placement: LayoutName, per_rank: tuple[int, ...]
+) -> None:
+    share = 64 if sum(per_rank) == 64 else sum(per_rank)
+    row = Documents(per_rank * 8, share * 8)
+    layout = place(placement, row, ring=8)
+    for direction in Direction:
+        plan = halo(layout, documents_mask(row), direction)
+        assert not [transfer for step in plan.steps for transfer in step.transfers]
+        assert len(plan.steps) == 1
+
+
 @pytest.mark.parametrize("placement", ["contiguous", "zigzag", "balanced"])
 def test_one_giant_document_sends_its_own_rows_alone(placement: LayoutName) -> None:
     """Tiny documents lie whole on one rank, so their rows aren't sent."""

@@ -5,6 +5,8 @@ Under policies that keep attention a recompute has what other ranks sent from it
 never calls its transport, and waits for nobody.
 """
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -13,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from longctx_patch.engine.chain.chain_run import ChainRun, checked_chain
 from longctx_patch.engine.chain.convolution import run_convolution
@@ -20,6 +23,7 @@ from longctx_patch.engine.chain.recurrence import run_recurrence
 from longctx_patch.engine.chain.state_space import StateSpace
 from longctx_patch.memory.offload import HostCopies
 from longctx_patch.memory.policies import LayerPolicy
+from longctx_patch.memory.replay import checkpoint_contexts
 from longctx_patch.memory.run_layer import run_layer
 from longctx_patch.plans import chain as chain_plan
 from longctx_patch.plans.chain import ChainTraffic
@@ -224,3 +228,62 @@ def test_what_is_large_is_exchanged_again_on_every_rank(monkeypatch: pytest.Monk
             assert rank.calls == ["forward"] * 2 + again + ["backward"] * 2
             assert rank.sent["recompute"] == rank.planned.replay
     assert found[0].planned.forward == Traffic(1 + 3, 8 * (48 + 3 * 12))
+
+
+def test_documents_that_stay_on_their_rank_exchange_nothing() -> None:
+    documents = Documents((7, 7, 7), 21)
+    for found in steps(3, documents, of_policy("attention"), "contiguous"):
+        assert (found.calls, found.planned) == ([], ChainTraffic())
+
+
+def test_a_graph_can_go_backward_twice() -> None:
+    """Each backward takes what was kept from the beginning on."""
+    documents = ROWS["plain"]
+    layout = place("zigzag", documents, ring=2, ulysses=1)
+
+    def on_one_rank(transport: VirtualTransport) -> int:
+        watched, leaves = Watched(transport), weights()
+
+        def forward(hidden: Tensor) -> Tensor:
+            run = ChainRun(checked_chain(layout, documents), watched)
+            return region(run, leaves, hidden)
+
+        hidden = layout.shard(row(29), transport.group_rank, 1).requires_grad_()
+        loss = of_policy("attention")(forward, hidden).square().sum()
+        first = torch.autograd.grad(loss, (hidden, *leaves), retain_graph=True)
+        second = torch.autograd.grad(loss, (hidden, *leaves))
+        assert all(map(torch.equal, first, second))
+        return len(watched.calls)
+
+    assert run_virtual_ranks(2, on_one_rank) == [2 + 2 + 2] * 2
+
+
+def test_what_was_kept_is_freed_with_its_graph() -> None:
+    documents = ROWS["plain"]
+    layout = place("contiguous", documents, ring=2, ulysses=1)
+
+    def on_one_rank(transport: VirtualTransport) -> list[int]:
+        leaves, kept, frames = weights(), list[weakref.ref[Tensor]](), list[Any]()
+
+        def store(tensor: Tensor) -> Callable[[], Tensor]:
+            kept.append(weakref.ref(tensor.untyped_storage()))  # type: ignore[arg-type]
+            return lambda: tensor
+
+        def contexts() -> Any:
+            pair = checkpoint_contexts(store)
+            frames.append(weakref.ref(pair[0]._frame))  # type: ignore[attr-defined]
+            return pair
+
+        def forward(hidden: Tensor) -> Tensor:
+            run = ChainRun(checked_chain(layout, documents), transport)
+            return region(run, leaves, hidden)
+
+        hidden = layout.shard(row(29), transport.group_rank, 1).requires_grad_()
+        out = checkpoint(forward, hidden, use_reentrant=False, context_fn=contexts)
+        alive = [frames[0]() is not None, len(kept)]
+        out.square().sum().backward()
+        del out
+        gc.collect()
+        return [*map(int, alive), frames[0]() is not None]
+
+    assert run_virtual_ranks(2, on_one_rank) == [[1, 0, 0], [1, 2, 0]]

@@ -1,11 +1,13 @@
 """`deterministic=True`: kernels get the flag or are refused, and two runs are bitwise equal."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
 
-from longctx_patch import LongContextConfig
+from longctx_patch import LongContextConfig, attention, run_virtual_ranks, virtual_group
 from longctx_patch.kernels import (
     BackwardInputs,
     KernelRequest,
@@ -17,6 +19,7 @@ from longctx_patch.kernels import (
 from longctx_patch.kernels.backends.flash_attn import FLASH_ATTN_2, FLASH_ATTN_4
 from longctx_patch.kernels.backends.torch_flash import _deterministic_algorithms
 from longctx_patch.kernels.base import CAUSAL_WINDOW
+from longctx_patch.transport import VirtualTransport
 from tests.kernels.dense import problem
 from tests.kernels.fakes import Calls, flash_attn_2, flash_attn_4, loaded
 
@@ -69,6 +72,26 @@ def test_torch_is_told_for_the_op_alone(before: tuple[bool, bool]) -> None:
             assert state() == before
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def gradients(rank: VirtualTransport, config: LongContextConfig) -> tuple[Tensor, ...]:
+    group = virtual_group(rank, config)
+    q, k, v, dout = (x.float() for x in problem(203, 203, (4, 2), torch.bfloat16)[:4])
+    layout = group.layout(203)
+    q, k, v, dout = (layout.shard(x, group.group_rank, dim=1) for x in (q, k, v, dout))
+    leaves = tuple(x.clone().requires_grad_() for x in (q, k, v))
+    out, lse = attention(*leaves, group=group, num_tokens=203)
+    return (out.detach(), lse, *torch.autograd.grad(out, leaves, dout))
+
+
+@pytest.mark.parametrize("kernel", ["torch_cpu", "torch_eager"])
+def test_two_runs_are_bitwise_equal(kernel: str) -> None:
+    config = LongContextConfig(
+        ring_degree=2, ulysses_degree=2, plan="zigzag", kernel=kernel, deterministic=True
+    )
+    first, second = (run_virtual_ranks(4, partial(gradients, config=config)) for _ in range(2))
+    for mine, again in zip(first, second, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(mine, again, strict=True))
 
 
 def test_it_is_yes_or_no() -> None:

@@ -1,9 +1,9 @@
 """Kernels of packages are found without imports; a refusal says what to type."""
 
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError
-from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +21,7 @@ from longctx_patch.kernels import (
     choose_kernel,
 )
 from longctx_patch.kernels import installed as machine
+from longctx_patch.kernels.backends import flex
 from longctx_patch.kernels.base import CAUSAL_WINDOW
 from tests.kernels.dense import problem
 from tests.kernels.fakes import (
@@ -124,7 +125,7 @@ class Ops(TorchDispatchMode):
     ("name", "called"),
     [
         ("flash_attn_4", ["_flash_attn_fwd", "_flash_attn_bwd"]),
-        ("flash_attn_3", ["fwd", "bwd"]),
+        ("flash_attn_3", ["fa3.fwd", "fa3.bwd"]),
         ("flash_attn_2", ["_flash_attn_forward", "_flash_attn_backward"]),
     ],
 )
@@ -169,6 +170,19 @@ def test_another_kernels_name_leads_to_its_op(
         available()[name].backward(BackwardInputs(dout, q, k, v, out, lse), *how)
     for ops, ending in ((forward, "_forward"), (backward, "_backward")):
         assert {(op, dtype), (op + ending, dtype)} & ops.seen, ops.seen
+
+
+def test_flex_is_torchs_flex_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled() -> Any:
+        raise NotImplementedError("FlexAttention was asked for")
+
+    monkeypatch.setattr(flex, "_compiled", compiled)
+    with pytest.raises(NotImplementedError, match="FlexAttention"):
+        available()["flex"].forward(
+            *problem(6, 6, (4, 2), torch.bfloat16)[:3],
+            Segments((6,), (6,), CAUSAL_WINDOW),
+            Score(1),
+        )
 
 
 def test_an_old_version_is_refused(on_gpu: Callable[[int, int], None], install: Install) -> None:
@@ -220,15 +234,21 @@ def test_what_a_gpu_or_a_kernel_lacks(
     assert says in reason(name, GPU._replace(**changes))
 
 
-def test_head_dims_on_hopper(on_gpu: Callable[[int, int], None]) -> None:
-    """Those that round up to an odd multiple of 16 have a wrong dq in flash-attn 4."""
+@pytest.mark.parametrize("head_dim", [8, 16, 40, 48, 72, 80, 104, 112, 144])
+def test_head_dims_that_flash_attn_4_has_wrong(
+    head_dim: int, on_gpu: Callable[[int, int], None]
+) -> None:
     on_gpu(9, 0)
-    for dim in (8, 16, 40, 48, 72, 80, 104, 112, 144):
-        says = reason("flash_attn_4", GPU._replace(head_dim=dim))
-        assert f"this one is {dim}" in says
-        assert "wrong dq" in says
-    for kernel, dim in product(fake_kernels().values(), (24, 32, 64, 88, 96, 128, 192, 256)):
-        assert kernel.refuses(GPU._replace(head_dim=dim)) is None
+    says = reason("flash_attn_4", GPU._replace(head_dim=head_dim))
+    assert f"this one is {head_dim}" in says
+    assert "wrong dq" in says
+
+
+@pytest.mark.parametrize("head_dim", [24, 32, 64, 88, 96, 128, 192, 256])
+def test_head_dims_on_hopper(head_dim: int, on_gpu: Callable[[int, int], None]) -> None:
+    on_gpu(9, 0)
+    for kernel in fake_kernels().values():
+        assert kernel.refuses(GPU._replace(head_dim=head_dim)) is None
 
 
 def test_without_a_gpu_that_is_the_reason() -> None:
@@ -236,3 +256,16 @@ def test_without_a_gpu_that_is_the_reason() -> None:
         pytest.skip("this machine has a GPU")
     for name in ("flash_attn_4", "flash_attn_3", "flash_attn_2", "cudnn", "torch_flash"):
         assert reason(name) == "needs an NVIDIA GPU, and torch sees none"
+
+
+def test_listing_kernels_imports_none_of_their_packages() -> None:
+    code = """
+import sys
+for name in ("flash_attn", "flash_attn_3", "flash_attn_interface", "triton", "packaging"):
+    sys.modules[name] = None  # importing it now raises ImportError
+import torch
+from longctx_patch.kernels import KernelRequest, available, choose_kernel
+assert choose_kernel("auto", KernelRequest("cpu", torch.float32, 8)).name == "torch_cpu"
+assert "flash_attn_4" in available()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

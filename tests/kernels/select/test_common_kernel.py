@@ -3,11 +3,13 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
-from longctx_patch.kernels import AgreedKernels, KernelRequest
+from longctx_patch.kernels import AgreedKernels, Kernel, KernelRequest, available
+from longctx_patch.kernels.select import common_kernel
 from longctx_patch.kernels.select.common_kernel import agreed_kernel
 from longctx_patch.kernels.select.preference import Preference
 from longctx_patch.kernels.select.registry import candidates
@@ -74,6 +76,22 @@ def test_ranks_without_a_kernel_in_common_are_named() -> None:
 
     found = run_virtual_ranks(2, on_one_rank)
     assert [f"rank(s) [{other}]" in said for said, other in zip(found, (1, 0), strict=True)]
+
+
+def test_what_was_agreed_on_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, asked = AgreedKernels(), []
+    assert kernels.names == ()
+
+    def agreed(name: str, request: KernelRequest, _: Any) -> Kernel:
+        asked.append(request)
+        return available()["torch_eager" if request.softcap else "torch_cpu"]
+
+    monkeypatch.setattr(common_kernel, "agreed_kernel", agreed)
+    gpu = CPU._replace(device_type="cuda")
+    for request in (gpu, gpu._replace(softcap=True), gpu):
+        kernels.agree("auto", request, SoloTransport())
+    assert len(asked) == 2
+    assert kernels.names == ("torch_cpu", "torch_eager")
 
 
 def test_a_kernel_that_is_wrong_here_is_refused_by_name_and_left_out_with_a_warning() -> None:

@@ -14,11 +14,12 @@ from longctx_patch.kernels import Kernel, KernelRequest, Score, Segments, Traits
 from longctx_patch.kernels.backends.dense import DenseKernel
 from longctx_patch.kernels.base import CAUSAL_WINDOW, Domain
 from longctx_patch.kernels.select import preference as preference_module
-from longctx_patch.kernels.select.cache import ProbeCache
+from longctx_patch.kernels.select.cache import ProbeCache, default_path
 from longctx_patch.kernels.select.preference import measured_here, preferred
 from longctx_patch.kernels.select.probe import (
     Measured,
     allowed_pairs,
+    gpu_seconds,
     measure,
     rounded,
 )
@@ -80,6 +81,58 @@ def test_each_case_is_timed_both_ways() -> None:
     assert found.total_s == 6
     assert allowed_pairs("full", 64) == 64 * 64
     assert allowed_pairs("causal", 64) == 64 * 65 // 2
+
+
+class FakeGpu:
+    """Runs work in order while the CPU goes on."""
+
+    def __init__(self) -> None:
+        self.cpu_s = self.gpu_s = 0.0
+
+    def give(self, host_s: float, device_s: float) -> float:
+        """Start work that takes these times; return when the GPU will have done it."""
+        self.cpu_s += host_s
+        self.gpu_s = max(self.gpu_s, self.cpu_s) + device_s
+        return self.gpu_s
+
+    def wait(self) -> None:
+        self.cpu_s = max(self.cpu_s, self.gpu_s)
+
+    def event(self, enable_timing: bool) -> "FakeEvent":
+        return FakeEvent(self)
+
+
+@dataclass
+class FakeEvent:
+    gpu: FakeGpu
+    at_s: float = 0.0
+
+    def record(self) -> None:
+        self.at_s = self.gpu.give(0.0, 0.0)
+
+    def synchronize(self) -> None:
+        self.gpu.wait()
+
+    def elapsed_time(self, other: "FakeEvent") -> float:
+        return 1000 * (other.at_s - self.at_s)
+
+
+@pytest.mark.parametrize("device_s", [1e-4, 1e-2])
+def test_it_is_the_gpus_time_that_counts(device_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call has two kernels, which the CPU starts in 2 ms, or in a second the first time."""
+    gpu, calls = FakeGpu(), []
+    monkeypatch.setattr("longctx_patch.kernels.select.probe.perf_counter", lambda: gpu.cpu_s)
+    monkeypatch.setattr(torch.cuda, "Event", gpu.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", gpu.wait)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: gpu.give(0.0, cycles / 2.2e9))
+
+    def run() -> None:
+        calls.append(1)
+        gpu.give(1e-3 if len(calls) > 1 else 1.0, device_s / 2)
+        gpu.give(1e-3, device_s / 2)
+
+    assert gpu_seconds(run) == pytest.approx(device_s)
+    assert gpu.cpu_s < 2
 
 
 def test_many_pieces_cost_a_kernel_without_segments_many_calls() -> None:
@@ -167,10 +220,14 @@ def test_the_file_remembers_by_machine_and_request(cache: ProbeCache) -> None:
     "content",
     [
         "",
+        "{",
         "[1]",
         '{"one machine": 3}',
+        '{"one machine": {"%s": [1]}}',
+        '{"one machine": {"%s": {"cudnn": {}}}}',
         '{"one machine": {"%s": {"cudnn": {"seconds": {"full": ["x", 1]}, "problem": null}}}}',
         '{"one machine": {"%s": {"cudnn": {"seconds": {}, "problem": null}}}}',
+        '{"one machine": {"%s": {"cudnn": {"seconds": {}, "problem": 7}}}}',
     ],
 )
 def test_what_cannot_be_understood_counts_as_empty(cache: ProbeCache, content: str) -> None:
@@ -180,6 +237,20 @@ def test_what_cannot_be_understood_counts_as_empty(cache: ProbeCache, content: s
     assert cache.read(GPU) == {}
     cache.write(GPU, FOUND)
     assert cache.read(GPU) == FOUND
+
+
+def test_a_file_that_cannot_be_written_is_not(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    cache = ProbeCache(tmp_path / "file" / "kernels.json", "one machine")
+    cache.write(GPU, FOUND)
+    assert cache.read(GPU) == {}
+
+
+def test_the_file_is_among_the_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_path() == tmp_path / "longctx_patch" / "kernels.json"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert default_path() == Path.home() / ".cache" / "longctx_patch" / "kernels.json"
 
 
 @dataclass

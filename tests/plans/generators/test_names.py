@@ -6,25 +6,36 @@ generators, so a name that stands for another schedule fails. There are P ranks;
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 
+import numpy as np
 import pytest
 
+from longctx_patch import LongContextConfig, Workload, compare
+from longctx_patch.planner.machines import MACHINES
 from longctx_patch.plans import (
     EVERYONE,
     AttentionShape,
     Direction,
     Operand,
     Plan,
+    Schedule,
+    Stage,
     make_schedule,
     plan_traffic,
     verify_plan,
 )
+from longctx_patch.plans.generators import table
+from longctx_patch.plans.generators.direct import direct
+from longctx_patch.plans.generators.ring import ring_works
 from longctx_patch.plans.generators.table import PLANS, SPARSE_PLAN, PlanRecord, plan_for
+from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.layout import contiguous, make_layout
 from longctx_patch.sequence.masks import causal
+from tests.engine.exact import Case, assert_exact
+from tests.masked import Masked
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 KV, Q, Q_BACKWARD, OUT = Operand.KV, Operand.Q, Operand.Q_BACKWARD, Operand.OUT
@@ -282,3 +293,26 @@ def test_names_that_no_plan_has_are_refused() -> None:
             make_schedule(
                 "double_ring", FORWARD, layout, mask, num_kv_heads=1, ranks_per_node=per_node
             )
+
+
+def all_at_once(schedule: Schedule) -> Iterator[Stage]:
+    """A schedule of one exchange: all keys that a rank needs arrive while it uses its own."""
+    steps = [ring_works(schedule.pieces, step) for step in range(schedule.num_ranks)]
+    return direct(schedule, iter([steps[:1], steps[1:]]))
+
+
+def test_a_record_is_all_that_a_new_plan_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = PlanRecord(generate=all_at_once, layouts=("contiguous",))
+    monkeypatch.setitem(table._RECORDS, "all_at_once", record)
+    with pytest.raises(ValueError, match="made for layout='contiguous'"):
+        LongContextConfig(plan="all_at_once", layout="zigzag")
+    config = LongContextConfig(ring_degree=3, plan="all_at_once")
+    assert config.placement == "contiguous"
+    for direction in Direction:
+        plan = plan_of("all_at_once", direction, 3)
+        assert verify_plan(plan).area == 48 * 49 // 2
+    q, k = np.arange(48)[:, None], np.arange(48)
+    assert_exact(Case(config, Masked("new", Documents.one(48), None, None, k <= q)))
+    rows = compare(Workload(num_tokens=48, num_heads=3, num_kv_heads=3), MACHINES["h100"], 3).rows
+    directions = {r.prediction.direction for r in rows if r.prediction.plan == "all_at_once"}
+    assert directions == {*Direction}
