@@ -15,9 +15,9 @@ from longctx_patch.cli.arguments import gone_option
 from longctx_patch.cli.text_table import aligned
 
 if TYPE_CHECKING:
-    from longctx_patch.diagnosis.gpus import Gpus
-    from longctx_patch.diagnosis.nodes import Place
-    from longctx_patch.diagnosis.packages import Check
+    from longctx_patch.cli.diagnosis.gpus import Gpus
+    from longctx_patch.cli.diagnosis.nodes import Place
+    from longctx_patch.cli.diagnosis.packages import Check
 
 AGAIN = "longctx doctor"
 ALL_NODES = "all"
@@ -75,7 +75,7 @@ def doctor_command(out: Path, limit: float, quick: bool, as_json: bool) -> None:
 
 def _without_torch() -> Diagnosis | None:
     """What can be said where torch is missing or does not load; None where it does."""
-    from longctx_patch.diagnosis.packages import Check, check_packages, installed
+    from longctx_patch.cli.diagnosis.packages import Check, check_packages, installed
 
     try:
         import torch  # noqa: F401
@@ -87,9 +87,9 @@ def _without_torch() -> Diagnosis | None:
 
 def diagnose(out: Path, limit: float, *, quick: bool) -> tuple[Diagnosis, bool]:
     """The checks of this machine or of the launcher's world, and whether this process reports."""
-    from longctx_patch.diagnosis.exchange import check_exchange
-    from longctx_patch.diagnosis.gpus import read_gpus
-    from longctx_patch.diagnosis.nodes import launched
+    from longctx_patch.cli.diagnosis.exchange import check_exchange
+    from longctx_patch.cli.diagnosis.gpus import read_gpus
+    from longctx_patch.cli.diagnosis.nodes import launched
 
     place, checks, following = launched(), list["Check"](), AGAIN
     if place is None or place.speaks_for_node:
@@ -109,8 +109,8 @@ def _alone(checks: "list[Check]", following: str) -> Diagnosis:
 
 
 def _of_machine(out: Path, gpus: "Gpus", *, quick: bool, times_kernels: bool) -> "list[Check]":
-    from longctx_patch.diagnosis import packages, speeds, writable
-    from longctx_patch.diagnosis.gpus import check_gpus, check_links, check_torch
+    from longctx_patch.cli.diagnosis import packages, speeds, writable
+    from longctx_patch.cli.diagnosis.gpus import check_gpus, check_links, check_torch
 
     checks = [packages.check_packages(packages.installed())]
     checks += [check_torch(gpus), check_gpus(gpus), check_links(gpus)]
@@ -140,8 +140,8 @@ def _with_world(
     place: "Place", checks: "list[Check]", limit: float, following: str, *, quick: bool
 ) -> tuple[Diagnosis, bool]:
     """The exchange of all processes, with the checks of all nodes if that went well."""
-    from longctx_patch.diagnosis.nodes import check_world, member
-    from longctx_patch.diagnosis.packages import installed
+    from longctx_patch.cli.diagnosis.nodes import check_world, member
+    from longctx_patch.cli.diagnosis.packages import installed
 
     if quick:
         return _alone(checks, following), place.speaks_for_node

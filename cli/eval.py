@@ -341,7 +341,7 @@ def memory_of_each(number: int, *, cpu: bool) -> float:
     where the driver doesn't say. Sets up no GPU, since this process is to be forked."""
     import psutil
 
-    from longctx_patch.diagnosis.gpus import nvidia_smi
+    from longctx_patch.cli.diagnosis.gpus import nvidia_smi
 
     if cpu:
         return float(psutil.virtual_memory().available / number)

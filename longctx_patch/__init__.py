@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from longctx_patch.config import LongContextConfig
     from longctx_patch.data import SequenceShardCollator, pack_rows
+    from longctx_patch.engine.attention import attention
     from longctx_patch.engine.groups import (
         SequenceGroup,
         make_sequence_group,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from longctx_patch.hf.preflight import WillNotFit, preflight
     from longctx_patch.hf.sentinel import DriftError, Sentinel
     from longctx_patch.loss.law import count_valid_tokens
-    from longctx_patch.operator import attention
     from longctx_patch.planner.attention_cost import Workload
     from longctx_patch.planner.compare import compare
     from longctx_patch.plugin import (
@@ -89,7 +89,7 @@ _NAMES_IN = {
     "hf.patching": ("patch",),
     "hf.preflight": ("WillNotFit", "preflight"),
     "loss.law": ("count_valid_tokens",),
-    "operator": ("attention",),
+    "engine.attention": ("attention",),
     "plugin": (
         "SequenceParallelismConfig",
         "accelerate_yaml",

@@ -1,4 +1,4 @@
-"""`longctx doctor` on this machine, but for its exchange (tests/diagnosis), and of faked faults."""
+"""`longctx doctor` on this machine, but for its exchange, and of faked faults."""
 
 import json
 import sys
@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from longctx_patch.cli.diagnosis import exchange, packages
+from longctx_patch.cli.diagnosis.gpus import Gpu, Gpus
+from longctx_patch.cli.diagnosis.packages import Check
 from longctx_patch.cli.doctor import Diagnosis, next_command, render
-from longctx_patch.diagnosis import exchange, packages
-from longctx_patch.diagnosis.gpus import Gpu, Gpus
-from longctx_patch.diagnosis.packages import Check
 from tests.cli.conftest import Run
 
 GIB = 2**30

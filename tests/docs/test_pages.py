@@ -19,7 +19,7 @@ from longctx_patch.memory.policies import POLICIES
 from longctx_patch.plans.generators.table import PLANS
 from longctx_patch.recipes.settings import FIELD_TYPES
 from tests.docs.pages import PAGES, ROOT, name_of
-from tests.test_layering import FLOORS
+from tests.test_layering import IMPORTS, MODULES, PACKAGE
 
 MOST_LINES = 150
 OTHER_PROGRAMS = {
@@ -101,9 +101,12 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert [name for name in longctx_patch.__all__ if f"## {name}\n" not in made] == []
 
 
-def test_the_map_has_every_room() -> None:
+def test_the_map_has_every_room_and_its_parts() -> None:
+    paths = [MODULES[name] for name in IMPORTS]
+    homes = {path if path.parent == PACKAGE else path.parent for path in paths}
+    parts = {home.relative_to(ROOT).with_suffix("").as_posix() for home in homes}
     rooms = re.findall(r"^\| `([\w/]+)` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
-    assert sorted(rooms) == sorted(room for floor in FLOORS for room in floor)
+    assert sorted(rooms) == sorted(part.removeprefix("longctx_patch/") for part in parts)
 
 
 @pytest.mark.parametrize(

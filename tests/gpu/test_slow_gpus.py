@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from longctx_patch.diagnosis.gpus import read_gpus
-from longctx_patch.diagnosis.speeds import check_gpu_speed, check_link_speed, measure_speeds
+from longctx_patch.cli.diagnosis.gpus import read_gpus
+from longctx_patch.cli.diagnosis.speeds import check_gpu_speed, check_link_speed, measure_speeds
 from longctx_patch.health.pace import EVERY, PaceCheck, probe_of
 from tests.harness import run_distributed
 

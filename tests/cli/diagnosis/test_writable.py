@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from longctx_patch.diagnosis import writable
-from longctx_patch.diagnosis.writable import GB, Folder, check_disk, folders, judged
+from longctx_patch.cli.diagnosis import writable
+from longctx_patch.cli.diagnosis.writable import GB, Folder, check_disk, folders, judged
 
 OUT = Folder("out", Path("run"), 2 * GB, 50 * GB, "--out FOLDER")
 

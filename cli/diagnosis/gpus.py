@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from longctx_patch.diagnosis.packages import Check
+from longctx_patch.cli.diagnosis.packages import Check
 from longctx_patch.health.pace import pci_of
 
 GIB = 2**30

@@ -7,8 +7,8 @@ from math import isfinite, nan
 
 import torch
 
-from longctx_patch.diagnosis.gpus import Gpu, Gpus
-from longctx_patch.diagnosis.packages import Check, State
+from longctx_patch.cli.diagnosis.gpus import Gpu, Gpus
+from longctx_patch.cli.diagnosis.packages import Check, State
 from longctx_patch.health.pace import TERA, Slow, slow_ones, time_products, time_work
 from longctx_patch.planner.machines import machine_of
 

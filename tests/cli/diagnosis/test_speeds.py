@@ -5,8 +5,8 @@ from math import isnan, nan
 
 import pytest
 
-from longctx_patch.diagnosis.gpus import Gpu, Gpus
-from longctx_patch.diagnosis.speeds import Speeds, check_gpu_speed, check_link_speed
+from longctx_patch.cli.diagnosis.gpus import Gpu, Gpus
+from longctx_patch.cli.diagnosis.speeds import Speeds, check_gpu_speed, check_link_speed
 
 GIB = 2**30
 H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), int(79.2 * GIB), 79 * GIB, "9c2d", "0000:3b:00.0")

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from longctx_patch.diagnosis.packages import Check
+from longctx_patch.cli.diagnosis.packages import Check
 
 GB = 10**9
 _CHUNK = 8 * 2**20

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longctx_patch.diagnosis.packages import Check
+from longctx_patch.cli.diagnosis.packages import Check
 from longctx_patch.transport import Message, ProcessGroupTransport
 from longctx_patch.transport.processes import ProcessesFailedError, run_processes
 

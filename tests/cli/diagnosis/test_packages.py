@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from longctx_patch.diagnosis.packages import Installed, check_packages, installed
+from longctx_patch.cli.diagnosis.packages import Installed, check_packages, installed
 
 WANTED = ("torch>=2.11", "transformers<6,>=5.17", "accelerate>=1.15", "peft", "click")
 EXTRAS = ('trl>=1.16; extra == "trl"', 'fa[cu13]==4.0.0b36; extra == "fa4"', 'ruff; extra == "dev"')

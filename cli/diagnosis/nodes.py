@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from longctx_patch.diagnosis.exchange import exchange, failure, success
-from longctx_patch.diagnosis.packages import Check
+from longctx_patch.cli.diagnosis.exchange import exchange, failure, success
+from longctx_patch.cli.diagnosis.packages import Check
 from longctx_patch.transport.processes import ProcessesFailedError, run_processes
 
 _CAUSES = (

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from longctx_patch.diagnosis import exchange as module
-from longctx_patch.diagnosis.exchange import check_exchange, exchange
-from longctx_patch.diagnosis.packages import Check
+from longctx_patch.cli.diagnosis import exchange as module
+from longctx_patch.cli.diagnosis.exchange import check_exchange, exchange
+from longctx_patch.cli.diagnosis.packages import Check
 from longctx_patch.transport import ProcessGroupTransport
 from longctx_patch.transport.processes import run_processes
 from longctx_patch.transport.protocol import Done

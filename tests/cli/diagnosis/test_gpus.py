@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from longctx_patch.diagnosis import gpus as reader
-from longctx_patch.diagnosis.gpus import (
+from longctx_patch.cli.diagnosis import gpus as reader
+from longctx_patch.cli.diagnosis.gpus import (
     Gpu,
     Gpus,
     check_gpus,

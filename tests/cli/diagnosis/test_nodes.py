@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from longctx_patch.diagnosis.nodes import (
+from longctx_patch.cli.diagnosis.nodes import (
     Member,
     Place,
     _meet,

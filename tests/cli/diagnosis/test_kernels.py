@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from longctx_patch.diagnosis.packages import check_fused_layers, check_kernels
+from longctx_patch.cli.diagnosis.packages import check_fused_layers, check_kernels
 from longctx_patch.hf.layers import fused_layers
 from longctx_patch.kernels import installed
 
