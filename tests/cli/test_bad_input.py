@@ -1,6 +1,7 @@
 """Bad input: one clear message with value, rule and fix, exit code 1, nothing written."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,103 +26,66 @@ YARN = {
 def refuse_patch(run: Run, tmp_path: Path, model: object, *words: object) -> str:
     """The message of a refused `longctx patch`, which has written nothing."""
     out = tmp_path / "parent" / "run"
-    defaults = {"--seq-len": 64, "--gpus": 4}
-    given = [
-        word for name, value in defaults.items() if name not in words for word in (name, value)
-    ]
-    result = run("patch", model, "--out", out, *given, *words)
+    result = run("patch", model, "--out", out, "--seq-len", 64, "--gpus", 4, *words)
     assert result.exit_code == 1, result.output
     assert "Traceback" not in result.output
     assert not out.parent.exists()
     return " ".join(result.stderr.split())
 
 
+BAD_MODELS: list[tuple[dict[str, Any], str, str]] = [
+    ({"model_type": "gpt2"}, "", "model type 'gpt2' .*learned positions"),
+    ({"model_type": "foo9"}, "", "`longctx families` prints what is supported."),
+    ({"model_type": "qwen33"}, "", r"Did you mean 'qwen3'\?"),
+    (
+        {"rope_parameters": YARN},
+        "--seq-len 999",
+        r"reaches 256.* Replace its scaling \(yarn x4 from 64\): --rope theta",
+    ),
+    ({"rope_parameters": DYNAMIC}, "", "'dynamic'.*ranks would disagree.*--rope dynamic"),
+    ({"vocab_size": 200, "pad_token_id": None}, "", "258 tokens.* vocab_size=200"),
+]
+BAD_OPTIONS = {
+    "--gpus 8 --ulysses 8": "exceeds its 4 query heads.* ulysses_degree <= 4",
+    "--ulysses 3": "--ulysses 3 .*must be 4.* Use --ulysses 1 or 2 or 4",
+    "--sequence-degree 3": "--sequence-degree = 3 ranks per sequence, but 4.* 1, 2, 4",
+    "--ulysses 2 --ring 2 --sequence-degree 2": (
+        "--ulysses 2 x --ring 2 = 4, but --sequence-degree is 2"
+    ),
+    "--gpus 3 --nodes 2": "--gpus 3 over --nodes 2.* Use --gpus 4",
+    "--seq-len 65": "65 tokens.* reaches 64.* --rope theta or --rope yarn",
+    "--context 32": "context=32 with seq_len=64.* --context 64 or more",
+    "--context 512 --allow-beyond-reach": "context=512 with allow_beyond_reach.* or give --rope",
+    "--context 512 --rope theta --rope-theta 5e3": "rope theta 5000: the model has.* Leave it out",
+    "--context 512 --rope longrope": "with 0 factors.*4 frequencies.*--rope-factors FILE",
+    f"--context 512 --rope longrope --rope-factors {__file__}": "input.py: it can't be read",
+    "--rope-factor 2": "rope factor 2.0 with rope kind 'none'.* belongs to yarn or llama3",
+    "--rank 8 --full": "--rank 8 with --full.* Use --lora",
+    "--shifted-group 64 --dpo": "--shifted-group 64 with --dpo.* Leave it out",
+    "--shifted-group 1K": "shifted_group=1024 with seq_len=.* quarter",
+    "--states-on-host --cpu": "--states-on-host with --cpu.* use one of them",
+    "--states-on-host --load-in-4bit": "with --load-in-4bit.* no FSDP2",
+    "--load-in-4bit": "load_in_4bit with the bare config.* Give a folder",
+    "--load-in-4bit --full": "--load-in-4bit with --full.* Use --lora",
+    "--attention-kept 0.5 --checkpoint full": (
+        "attention_kept=0.5 with checkpoint='full'.* that keep it: checkpoint='attention'"
+    ),
+    "--data none.txt": "--data: .*none.txt.* no file",
+}
+
+
 @pytest.mark.parametrize(
-    ("changes", "words", "parts"),
-    [
-        ({"model_type": "gpt2"}, [], ["model type 'gpt2'", "learned positions", "families"]),
-        ({"model_type": "foo9"}, [], ["`foo9`", "`longctx families` prints what is supported."]),
-        ({"model_type": "qwen33"}, [], ["Did you mean 'qwen3'?"]),
-        ({}, ["--gpus", 8, "--ulysses", 8], ["exceeds its 4 query heads", "ulysses_degree <= 4"]),
-        ({}, ["--ulysses", 3], ["--ulysses 3", "must be 4", "Use --ulysses 1 or 2 or 4"]),
-        (
-            {},
-            ["--sequence-degree", 3],
-            ["--sequence-degree = 3 ranks per sequence, but 4", "1, 2, 4"],
-        ),
-        (
-            {},
-            ["--ulysses", 2, "--ring", 2, "--sequence-degree", 2],
-            ["--ulysses 2 x --ring 2 = 4, but --sequence-degree is 2"],
-        ),
-        ({}, ["--gpus", 3, "--nodes", 2], ["--gpus 3 over --nodes 2", "Use --gpus 4"]),
-        ({}, ["--seq-len", 65], ["65 tokens", "reaches 64", "--rope theta or --rope yarn"]),
-        (
-            {"rope_parameters": YARN},
-            ["--seq-len", 999],
-            ["999 tokens", "reaches 256", "Replace its scaling (yarn x4 from 64): --rope theta"],
-        ),
-        ({}, ["--context", 32], ["context=32 with seq_len=64", "--context 64 or more"]),
-        (
-            {},
-            ["--context", 512, "--allow-beyond-reach"],
-            ["context=512 with allow_beyond_reach", "or give --rope"],
-        ),
-        (
-            {},
-            ["--context", 512, "--rope", "theta", "--rope-theta", 5e3],
-            ["rope theta 5000: the model has", "Leave it out for"],
-        ),
-        (
-            {},
-            ["--context", 512, "--rope", "longrope"],
-            ["with 0 factors", "4 frequencies", "--rope-factors FILE"],
-        ),
-        (
-            {},
-            ["--context", 512, "--rope", "longrope", "--rope-factors", __file__],
-            ["test_bad_input.py: it can't be read"],
-        ),
-        (
-            {},
-            ["--rope-factor", 2],
-            ["rope factor 2.0 with rope kind 'none'", "belongs to yarn or llama3"],
-        ),
-        (
-            {"rope_parameters": DYNAMIC},
-            [],
-            ["RoPE is of type 'dynamic'", "ranks would disagree", "--rope dynamic"],
-        ),
-        ({"vocab_size": 200, "pad_token_id": None}, [], ["258 tokens", "vocab_size=200"]),
-        ({}, ["--rank", 8, "--full"], ["--rank 8 with --full", "Use --lora"]),
-        ({}, ["--shifted-group", 64, "--dpo"], ["--shifted-group 64 with --dpo", "Leave it out"]),
-        ({}, ["--shifted-group", "1K"], ["shifted_group=1024 with seq_len=", "quarter"]),
-        ({}, ["--states-on-host", "--cpu"], ["--states-on-host with --cpu", "use one of them"]),
-        ({}, ["--states-on-host", "--load-in-4bit"], ["with --load-in-4bit", "no FSDP2"]),
-        ({}, ["--load-in-4bit"], ["load_in_4bit with the bare config", "Give a folder"]),
-        ({}, ["--load-in-4bit", "--full"], ["--load-in-4bit with --full", "Use --lora"]),
-        (
-            {},
-            ["--attention-kept", 0.5, "--checkpoint", "full"],
-            [
-                "attention_kept=0.5 with checkpoint='full'",
-                "policies that keep it: checkpoint='attention'",
-            ],
-        ),
-        ({}, ["--data", "none.txt"], ["--data", "none.txt", "no file"]),
-    ],
+    ("changes", "words", "message"), [*BAD_MODELS, *(({}, *each) for each in BAD_OPTIONS.items())]
 )
 def test_patch_refuses(
     run: Run,
     config: WriteConfig,
     tmp_path: Path,
     changes: dict[str, Any],
-    words: list[object],
-    parts: list[str],
+    words: str,
+    message: str,
 ) -> None:
-    message = refuse_patch(run, tmp_path, config(**changes), *words)
-    for part in parts:
-        assert part in message
+    assert re.search(message, refuse_patch(run, tmp_path, config(**changes), *words.split()))
 
 
 @pytest.mark.parametrize(
@@ -242,26 +206,22 @@ def test_patch_refuses_a_folder_that_holds_files(
 
 
 @pytest.mark.parametrize(
-    ("changes", "words", "parts"),
+    ("changes", "words", "message"),
     [
-        ({"model_type": "gpt2"}, [], ["model type 'gpt2' is not supported"]),
-        ({}, ["--ulysses", 3, "--nproc", 2], ["--ulysses 3 with --nproc 2", "Use --nproc 3"]),
-        ({}, ["--ulysses", 2, "--ring", 4, "--nproc", 4], ["--ring 4 with --nproc 4", "--nproc 8"]),
+        ({"model_type": "gpt2"}, "", "model type 'gpt2' is not supported"),
+        ({}, "--ulysses 3 --nproc 2", "--ulysses 3 with --nproc 2.* Use --nproc 3"),
+        ({}, "--ulysses 2 --ring 4 --nproc 4", "--ring 4 with --nproc 4.* Use --nproc 8"),
     ],
 )
 def test_verify_refuses(
-    run: Run, config: WriteConfig, changes: dict[str, Any], words: list[object], parts: list[str]
+    run: Run, config: WriteConfig, changes: dict[str, Any], words: str, message: str
 ) -> None:
-    path = config(**changes)
-    plain = run("verify", path, *words)
-    as_json = run("verify", path, *words, "--json")
-    assert plain.exit_code == as_json.exit_code == 1
-    assert plain.stdout == ""
-    answer = json.loads(as_json.stdout)
+    result = run("verify", config(**changes), *words.split(), "--json")
+    assert result.exit_code == 1
+    assert re.search(message, " ".join(result.stderr.split()))
+    answer = json.loads(result.stdout)
     assert (answer["ok"], answer["cases"]) == (False, [])
-    for part in parts:
-        assert part in " ".join(plain.stderr.split())
-        assert part in " ".join(answer["error"].split())
+    assert re.search(message, " ".join(answer["error"].split()))
 
 
 def test_a_glob_that_the_shell_has_written_out(run: Run, tmp_path: Path) -> None:

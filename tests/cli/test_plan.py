@@ -1,12 +1,12 @@
 """`longctx plan`: what it prints, writes and refuses."""
 
 import json
-import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
+import click
 import pytest
 
 from longctx_patch.cli.arguments import Tokens
@@ -79,7 +79,6 @@ def test_text_has_a_table_its_parts_and_the_longest_row(run: Run, llama_8b: Path
     text = run("plan", *words).stdout
     lines = text.splitlines()
     assert lines[0].startswith(f"{llama_8b} on 4xH200, rows of 1,048,576 tokens, every weight")
-    assert lines[2].split()[-6:] == ["host", "GiB", "s/step", "rows", "tokens/s/GPU", "MFU"]
     row = lines[3].split()
     assert row[:5] == ["4", "(4", "x", "1)", "ulysses"]
     assert row[-1] == f"{first['mfu']:.1%}"
@@ -95,8 +94,6 @@ def test_text_has_a_table_its_parts_and_the_longest_row(run: Run, llama_8b: Path
     assert "that tensors may take on a GPU; most of it " in text
     assert lines[-4].startswith("Longest row that fits: ")
     assert lines[-4].endswith(" tokens, if host memory were unlimited (see --host-gib).")
-    assert re.search(r"checkpoints +[0-9.]+  what layers keep for backward", text)
-    assert "sp: GPUs that share a row" in text
     said = run("plan", *words[:-1], "--rank", 8).stdout.splitlines()[0]
     assert "LoRA of rank 8 (--full: every weight), loaded in float32" in said
 
@@ -206,77 +203,64 @@ def test_no_row_at_all_says_why(run: Run, llama_8b: Path) -> None:
 
 
 @pytest.mark.usefixtures("any_longest")
-def test_weights_are_loaded_as_the_config_says(run: Run, config: WriteConfig) -> None:
-    path = config(**LLAMA_8B, dtype="bfloat16")
-    words = (path, "--gpus", "H200", "--seq-len", "4K")
-    assert "--lora --rank 16 --dtype bfloat16 " in planned(run, *words)["candidates"][0]["flags"]
-    wide = planned(run, *words, "--dtype", "float32")["candidates"][0]
-    assert "--lora --rank 16 --dtype float32 " in wide["flags"]
-
-
-@pytest.mark.usefixtures("any_longest")
-def test_families_without_ligers_kernels_have_stock_layers(run: Run, config: WriteConfig) -> None:
+def test_the_config_says_the_dtype_and_whether_layers_are_fused(
+    run: Run, config: WriteConfig
+) -> None:
     """Without Liger's kernels for a family, the plan is that of `--stock-layers`."""
+    words = (config(**LLAMA_8B, dtype="bfloat16"), "--gpus", "H200", "--seq-len", "4K")
+    for asked, dtype in (((), "bfloat16"), (("--dtype", "float32"), "float32")):
+        first = planned(run, *words, *asked)["candidates"][0]
+        assert f"--lora --rank 16 --dtype {dtype} " in first["flags"]
     path = config(**LLAMA_8B, model_type="ernie4_5")
-    words = (path, "--gpus", "4xH200", "--seq-len", "128K")
+    words = (path, "--gpus", "H200", "--seq-len", "4K")
     assert planned(run, *words) == planned(run, *words, "--stock-layers")
 
 
 @pytest.mark.parametrize(
     ("text", "tokens"),
     [
-        *(("131072", 131072), ("131,072", 131072), ("131_072", 131072), ("128K", 131072)),
-        *(("128k", 131072), ("1M", 2**20), ("1.5M", 3 * 2**19), ("0.5k", 512), ("2", 2)),
-        *((" 64 K ", 65536), ("1024M", 2**30)),
+        *(("131,072", 131072), ("131_072", 131072), ("128k", 131072), ("1M", 2**20)),
+        *(("1.5M", 3 * 2**19), ("2", 2), (" 64 K ", 65536), ("1024M", 2**30)),
     ],
 )
 def test_tokens(text: str, tokens: int) -> None:
     assert Tokens().convert(text, None, None) == tokens
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("0", "1", "-3", "1.5", "1.0001k", "1025M", "1e400"),
-        *("abc", "", "K", "1kk", "1,5M", "12,34", "nan", "inf", "1T"),
-    ],
-)
-def test_other_numbers_of_tokens_are_refused(run: Run, llama_8b: Path, text: str) -> None:
-    result = run("plan", llama_8b, "--gpus", "H200", f"--seq-len={text}")
-    assert result.exit_code == 2
-    message = " ".join(result.stderr.split())
-    assert repr(text) in message
-    assert ("2 to 1,073,741,824" in message) or ("write tokens as 131072, 128K or 1M" in message)
+RANGE, FORM = "2 to 1,073,741,824", "write tokens as 131072, 128K or 1M"
+BAD_TOKENS = {
+    **dict.fromkeys(("1", "-3", "1.5", "1.0001k", "1025M"), RANGE),
+    **dict.fromkeys(("", "K", "1kk", "1,5M", "1T", "1e400", "nan"), FORM),
+}
+BAD_OPTIONS = {
+    "": "--seq-len: say how long rows are, or ask --max-seq-len",
+    "--max-seq-len --tokens-per-step 1M": "--tokens-per-step 1048576 without --seq-len",
+    "--seq-len 4K --gpus 4xB300": "as 4xH200. Kinds: H200, H100",
+    "--seq-len 4K --host-gib nan": "--host-gib nan: ",
+    "--seq-len 4K --full --rank 8": "--rank 8 with --full: a rank is for an adapter. Use --lora",
+    "--seq-len 4K --full --also-train norms": "every weight is trained",
+    "--seq-len 4K --png x.png": "--png is gone: the table lists",
+    "--seq-len 4K --full --load-in-4bit": "4 bits are frozen. Use --lora",
+    "--seq-len 4K --load-in-4bit --dtype float32": "computes in bfloat16",
+}
 
 
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        (["--gpus", "4xB300"], ["--gpus '4xB300'", "as 4xH200", "Kinds: H200, H100"]),
-        (["--gpus", "H200", "--host-gib", "nan"], ["--host-gib nan", "Use a number above 0"]),
-        (["--gpus", "H200", "--full", "--rank", "8"], ["--rank 8", "Use --lora"]),
-        (["--gpus", "H200", "--full", "--also-train", "norms"], ["every weight is trained"]),
-        (["--gpus", "H200", "--png", "x.png"], ["--png is gone: the table lists"]),
-        (["--gpus", "H200", "--full", "--load-in-4bit"], ["4 bits are frozen. Use --lora"]),
-        (
-            ["--gpus", "H200", "--load-in-4bit", "--dtype", "float32"],
-            ["--load-in-4bit with --dtype float32", "computes in bfloat16"],
-        ),
-    ],
-)
-def test_bad_options_are_refused(
-    run: Run, llama_8b: Path, words: list[str], parts: list[str]
-) -> None:
-    result = run("plan", llama_8b, "--seq-len", "4K", *words)
+@pytest.mark.parametrize("text", BAD_TOKENS)
+def test_other_numbers_of_tokens_are_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter) as refusal:
+        Tokens().convert(text, None, None)
+    assert repr(text) in str(refusal.value)
+    assert BAD_TOKENS[text] in str(refusal.value)
+
+
+@pytest.mark.parametrize("words", BAD_OPTIONS)
+def test_bad_options_are_refused(run: Run, llama_8b: Path, words: str) -> None:
+    result = run(
+        "plan", llama_8b, *([] if "--gpus" in words else ["--gpus", "H200"]), *words.split()
+    )
     assert result.exit_code in (1, 2)
     assert result.stdout == ""
-    assert all(part in " ".join(result.stderr.split()) for part in parts), result.stderr
-
-
-def test_a_row_is_needed(run: Run, llama_8b: Path) -> None:
-    result = run("plan", llama_8b, "--gpus", "H200")
-    assert result.exit_code == 2
-    assert "--seq-len: say how long rows are, or ask --max-seq-len" in result.stderr
+    assert BAD_OPTIONS[words] in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize(
@@ -284,18 +268,13 @@ def test_a_row_is_needed(run: Run, llama_8b: Path) -> None:
     [
         ({"model_type": "mamba"}, "its recurrence is affine in its state"),
         ({"model_type": "mixtral"}, "The planner knows dense"),
-        ({"model_type": "youtu"}, "kv_lora_rank=512. The planner knows layers whose keys"),
-        (
-            {"model_type": "bamba", "mamba_n_heads": 8, "mamba_d_head": 8},
-            "The planner knows attention and gated delta nets; layers of Mamba-2 were never",
-        ),
-        ({"model_type": "qwen3_next"}, "num_experts=512. The planner knows dense layers only"),
         ({"hidden_size": "big"}, "hidden_size='big': it counts"),
     ],
 )
 def test_other_models_are_refused(
     run: Run, config: WriteConfig, changes: dict[str, Any], part: str
 ) -> None:
+    """tests/planner/test_model_shape.py has the models that can't be predicted."""
     result = run("plan", config(**changes), "--gpus", "H200", "--seq-len", "4K")
     assert result.exit_code == 1
     assert part in " ".join(result.stderr.split())
@@ -331,10 +310,3 @@ def test_the_rows_of_a_step(run: Run, llama_8b: Path) -> None:
     without = run("plan", *words).stdout
     assert "forwards" not in without
     assert "  sp 3: groups of 3 GPUs would lie across nodes of 8" in without.splitlines()
-
-
-def test_tokens_of_a_step_need_the_length_of_a_row(run: Run, llama_8b: Path) -> None:
-    words = ("plan", llama_8b, "--gpus", "H200", "--max-seq-len", "--tokens-per-step", "1M")
-    result = run(*words)
-    assert result.exit_code == 2
-    assert "--tokens-per-step 1048576 without --seq-len" in " ".join(result.output.split())

@@ -40,30 +40,24 @@ def refuse(run: Run, *words: object) -> str:
     return " ".join(result.stderr.split())
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("plan", PLANS)
-def test_every_plan_as_json(run: Run, plan: str, direction: str) -> None:
-    words = ["--ranks", 8, "--direction", direction, "--ranks-per-node", 4]
-    answer = ask(run, "--plan", plan, *words)
+def test_every_plan_as_json(run: Run, plan: str) -> None:
+    answer = ask(run, "--plan", plan, "--ranks", 8, "--ranks-per-node", 4)
     for name, kind in SCHEMA.items():
         assert isinstance(answer[name], kind), name
-    assert answer["plan"] == ("zigzag" if (plan, direction) == ("burst", "forward") else plan)
-    assert (answer["ranks"], answer["direction"]) == (8, direction)
+    assert answer["plan"] == ("zigzag" if plan == "burst" else plan)
+    assert (answer["ranks"], answer["direction"]) == (8, "forward")
     assert len(answer["bytes_sent_per_rank"]) == len(answer["messages_per_rank"]) == 8
     assert answer["makespan_s"] > answer["exposed_communication_s"] >= 0
     assert 0 <= answer["idle_fraction"] < 1
 
 
-def test_ulysses_leaves_the_other_ranks_to_the_ring(run: Run) -> None:
+def test_ulysses_and_burst(run: Run) -> None:
     answer = ask(run, "--plan", "zigzag", "--ranks", 8, "--ulysses", 4)
     assert (answer["plan"], answer["ranks"], answer["ulysses_degree"]) == ("zigzag", 8, 4)
     assert ask(run, "--plan", "ulysses", "--ranks", 8)["ulysses_degree"] == 8
-
-
-def test_burst_forward_is_the_zigzag_ring(run: Run) -> None:
     result = run("schedule", "--plan", "burst", "--ranks", 4)
     assert "burst has no forward of its own: zigzag runs" in result.stderr
-    assert result.stdout.startswith("zigzag forward over 4 ranks")
     backward = run("schedule", "--plan", "burst", "--ranks", 4, "--direction", "backward")
     assert backward.stderr == ""
     assert backward.stdout.startswith("burst backward over 4 ranks")
@@ -73,19 +67,15 @@ def test_double_ring_fills_the_nodes_of_the_hardware(run: Run) -> None:
     words = ["--plan", "double_ring", "--ranks", 16]
     assert ask(run, *words) == ask(run, *words, "--ranks-per-node", 8)
     assert ask(run, *words) != ask(run, *words, "--ranks-per-node", 4)
-    assert ask(run, *words, "--ulysses", 2)["ulysses_degree"] == 2
 
 
 def test_compare_covers_both_directions(run: Run) -> None:
     rows = ask(run, "--compare", "--ranks", 8)
-    assert {row["direction"] for row in rows} == {"forward", "backward"}
     assert {"zigzag", "ulysses", "distflash_balanced"} <= {row["plan"] for row in rows}
-    assert any(row["chosen"] for row in rows)
     assert all(row.keys() >= {*SCHEMA, "chosen", "slower"} for row in rows)
     backward = ask(run, "--compare", "--ranks", 8, "--direction", "backward")
-    assert {row["direction"] for row in backward} == {"backward"}
+    assert backward == [row for row in rows if row["direction"] == "backward"] != rows
     table = run("schedule", "--compare", "--ranks", 8)
-    assert table.exit_code == 0, table.output
     assert "distflash_balanced" in table.stdout
 
 
@@ -100,14 +90,6 @@ def test_summary_for_people(run: Run) -> None:
     packed = run("schedule", "--plan", "auto", "--ranks", 4, "--document-tokens", "2K").stdout
     assert "imbalance" not in packed  # its ranks don't go step by step
     assert "Waiting in practice: " in packed
-
-
-def test_what_waits_in_practice_is_at_least_what_is_unevenly_split(run: Run) -> None:
-    even, uneven = (
-        ask(run, "--plan", p, "--ranks", 8)["waiting_fraction"] for p in ("zigzag", "ring")
-    )
-    assert 0 < even < 0.1
-    assert uneven == pytest.approx(7 / 15, abs=0.05)
 
 
 def test_heads_are_those_of_the_model(run: Run, config: Callable[..., Path]) -> None:
@@ -149,12 +131,10 @@ def test_recurrent_layers_count_in_the_choice(run: Run, config: Callable[..., Pa
     assert "Recurrent layers" not in run("schedule", *words).output
 
 
-@pytest.mark.parametrize("ranks", [1, 16])
-def test_picture_is_a_png_of_readable_size(run: Run, tmp_path: Path, ranks: int) -> None:
+def test_a_picture_is_drawn_beside_the_json(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "schedule.PNG"
-    assert ask(run, "--plan", "zigzag", "--ranks", ranks, "--out", out)["ranks"] == ranks
-    data = out.read_bytes()
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    assert ask(run, "--plan", "zigzag", "--ranks", 1, "--out", out)["ranks"] == 1
+    assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 def predicted(plan: str, ranks: int, direction: Direction, ulysses: int | None) -> Prediction:
@@ -184,71 +164,32 @@ def test_picture_shows_every_span_where_it_belongs() -> None:
     }
 
 
-ZIGZAG = ["--plan", "zigzag", "--ranks", 8]
+BAD_INPUT = {
+    "--plan zigzag --ranks 0": "0: a whole number, 1 or more. Use --ranks 1",
+    "--plan zigzag": "--ranks",
+    "--plan zigzag --ranks 8 --seq-len 0": "'0': give a whole number of tokens, 1 to",
+    "--plan zigzag --ranks 8 --ulysses 3": "must divide the ranks. Use --ulysses 1 or 2 or 4 or 8",
+    "--plan ulysses --ranks 64": "Use ulysses_degree <= 32",
+    "--plan ulysses --ranks 8 --ulysses 2": "Use --ulysses 8, or name the plan of the ring",
+    "--plan double_ring --ranks 12": "Use --ranks-per-node 1 or 2 or 3 or 4 or 6 or 12",
+    "--plan double_ring --ranks 8 --ulysses 2 --ranks-per-node 3": (
+        "whole Ulysses groups. Use --ranks-per-node 2 or 4 or 8"
+    ),
+    "--ranks 8 --plan zigzag-direct": "Did you mean 'zigzag_direct'?",
+    "--plan zigzag --ranks 8 --compare": "--compare with --plan zigzag: exactly one of them",
+    "--ranks 8": "neither --plan nor --compare: exactly one of them",
+    "--compare --ranks 8 --out all.png": "--compare with --out 'all.png': a picture shows one",
+    "--compare --ranks 8 --ulysses 2": "the degrees are compared too. Leave --ulysses out",
+    "--plan zigzag --ranks 8 --out a.jpg": "one of .png, .svg, .pdf. Use --out 'a.png'",
+    "--plan zigzag --ranks 8 --out none/a.png": "no folder 'none', and none is made. Make it first",
+    "--plan zigzag --ranks 65 --out a.png": "Use --ranks 64 or fewer, or --json",
+}
 
 
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        (["--plan", "zigzag", "--ranks", 0], ["--ranks", "0: a whole number, 1 or more", "Use"]),
-        (["--plan", "zigzag"], ["--ranks"]),
-        ([*ZIGZAG, "--seq-len", 0], ["--seq-len", "'0': give a whole number of tokens, 1 to"]),
-        (
-            [*ZIGZAG, "--ulysses", 3],
-            ["--ulysses 3 with --ranks 8", "must divide", "1 or 2 or 4 or 8"],
-        ),
-        (
-            ["--plan", "ulysses", "--ranks", 64],
-            ["ulysses_degree=64", "32 query heads", "Use ulysses_degree <= 32"],
-        ),
-        (
-            ["--plan", "ulysses", "--ranks", 8, "--ulysses", 2],
-            ["--plan ulysses with --ulysses 2", "no ring", "Use --ulysses 8"],
-        ),
-        (
-            ["--plan", "double_ring", "--ranks", 12],
-            ["8 ranks per node", "--ranks 12", "Use --ranks-per-node 1 or 2 or 3 or 4 or 6 or 12"],
-        ),
-        (
-            ["--plan", "double_ring", "--ranks", 8, "--ulysses", 2, "--ranks-per-node", 3],
-            ["3 ranks per node", "whole Ulysses groups", "Use --ranks-per-node 2 or 4 or 8"],
-        ),
-        (
-            ["--ranks", 8, "--plan", "zigzag-direct"],
-            ["'zigzag-direct' is not one of", "Did you mean 'zigzag_direct'?"],
-        ),
-        ([*ZIGZAG, "--compare"], ["--compare with --plan zigzag", "Use --plan NAME or --compare"]),
-        (["--ranks", 8], ["neither --plan nor --compare", "Use --plan NAME or --compare"]),
-        (
-            ["--compare", "--ranks", 8, "--out", "all.png"],
-            ["--compare with --out 'all.png'", "one plan", "Use --plan NAME"],
-        ),
-        (
-            ["--compare", "--ranks", 8, "--ulysses", 2],
-            ["--compare with --ulysses 2", "degrees are compared too", "Leave --ulysses out"],
-        ),
-        ([*ZIGZAG, "--out", "a.jpg"], ["'a.jpg'", ".png, .svg, .pdf", "Use --out 'a.png'"]),
-        ([*ZIGZAG, "--out", "picture"], ["'picture'", "Use --out 'picture.png'"]),
-        ([*ZIGZAG, "--out", ""], ["Use --out 'schedule.png'"]),
-        ([*ZIGZAG, "--out", "none/a.png"], ["no folder 'none'", "Make it first"]),
-        (
-            ["--plan", "zigzag", "--ranks", 65, "--out", "a.png"],
-            ["--ranks 65", "more than 64", "Use --ranks 64 or fewer, or --json"],
-        ),
-    ],
-)
-def test_bad_input(
-    run: Run,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    words: list[object],
-    parts: list[str],
-) -> None:
+@pytest.mark.parametrize("words", BAD_INPUT)
+def test_bad_input(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
     monkeypatch.chdir(tmp_path)
-    message = refuse(run, *words)
-    assert refuse(run, *words, "--json") == message
-    for part in parts:
-        assert part in message
+    assert BAD_INPUT[words] in refuse(run, *words.split(), "--json")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -256,10 +197,9 @@ def test_drawing_without_matplotlib(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    message = refuse(run, *ZIGZAG, "--out", tmp_path / "a.png")
-    assert "matplotlib, which is not installed" in message
-    assert "pip install longctx-patch[draw]" in message
-    assert ask(run, *ZIGZAG)["plan"] == "zigzag"
+    words = ("--plan", "zigzag", "--ranks", 8)
+    assert "pip install longctx-patch[draw]" in refuse(run, *words, "--out", tmp_path / "a.png")
+    assert ask(run, *words)["plan"] == "zigzag"
 
 
 def test_packed_rows_and_windows(run: Run) -> None:
@@ -274,8 +214,6 @@ def test_packed_rows_and_windows(run: Run) -> None:
     assert one["layout"] == "zigzag"
     one = ask(run, "--plan", "auto", *words, "--window", 4096)
     assert (one["plan"], one["layout"]) == ("halo", "zigzag")
-    assert ask(run, "--compare", *words) == ask(run, "--compare", *words, "--window", 131072)
-    assert "'0': give a whole number of tokens" in refuse(run, "--compare", *words, "--window", 0)
 
 
 WORKLOAD = Workload(num_tokens=131072)
@@ -300,13 +238,6 @@ def test_the_picture_is_of_what_the_config_runs(monkeypatch: pytest.MonkeyPatch)
     assert "h200" in caption
     assert picture._repr_png_().startswith(b"\x89PNG\r\n")
     assert repr(picture) == f"<picture of {len(picture.png)} bytes>"
-
-
-def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr("longctx_patch.cli.timeline.find_spec", lambda _: None)
-    with pytest.raises(ValueError, match=r"draw_schedule: .*pip install longctx-patch\[draw\]"):
-        draw_schedule(LongContextConfig(ring_degree=4), WORKLOAD)
 
 
 def test_more_ranks_than_can_be_read() -> None:
