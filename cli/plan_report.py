@@ -5,7 +5,7 @@ from typing import Any
 
 from longctx_patch.cli.text_table import aligned
 from longctx_patch.memory.policies import POLICIES, count_on_host, describe_layers
-from longctx_patch.planner.advice import flags, ways_out
+from longctx_patch.planner.advice import flags
 from longctx_patch.planner.degrees import TIE
 from longctx_patch.planner.job import Job
 from longctx_patch.planner.machines import GIB
@@ -13,7 +13,10 @@ from longctx_patch.planner.search import MARGIN, Result, left_out, usable_bytes
 from longctx_patch.planner.step_memory import how_loaded
 
 TABLE_ROWS = 12
-SHORTER = "shorter rows, or more GPUs"
+OTHERS = (
+    "shorter rows, more GPUs, a host with more memory (--host-gib), weights in 16 or 4 bits "
+    "(--dtype bfloat16, --load-in-4bit), or an adapter in place of every weight (--lora)"
+)
 MEANINGS = {
     "sp": "GPUs that share a row, by Ulysses x a ring",
     "checkpoint": "how much of a layer is recomputed in backward (none: nothing; attention: all "
@@ -86,7 +89,7 @@ def render(results: Sequence[Result], max_seq_len: int, reach: int | None = None
         lines += ["", f"{len(refused)} do not fit; the nearest:"]
         lines += [f"  {_name(result)}: {result.reason}" for result in refused[:3]]
     if not fitting:
-        lines += ["", "What would fit:", *(f"  {way}" for way in ways_out(job) or [SHORTER])]
+        lines += ["", f"What may fit: {OTHERS}."]
     unchecked = "" if job.cluster.host_bytes else ", if host memory were unlimited (see --host-gib)"
     lines += ["", f"Longest row that fits: {max_seq_len:,} tokens{unchecked}."]
     if reach is not None and job.seq_len > reach:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from longctx_patch.config import HardwareName
 from longctx_patch.planner.degrees import TIE
-from longctx_patch.planner.job import Cluster, Job
+from longctx_patch.planner.job import Cluster
 from longctx_patch.planner.machines import GIB, MACHINES
 from longctx_patch.planner.search import Result, longest, search, usable_bytes
 
@@ -56,26 +56,6 @@ def advice(used: Result) -> str:
         f"the longest row predicted to fit on {job.cluster} has {longest(job):,} tokens: shorten "
         "rows (--seq-len), or share each between more GPUs"
     )
-
-
-def ways_out(job: Job) -> list[str]:
-    """What would make a row fit that no candidate fits: an adapter, another dtype, host or GPUs."""
-    cluster, others = job.cluster, {}
-    if not job.lora:
-        others["--lora, an adapter in place of every weight"] = replace(job, lora=True)
-    if job.dtype == "float32":
-        others["--dtype bfloat16"] = replace(job, dtype="bfloat16")
-    if cluster.host_bytes is not None:
-        anywhere = replace(cluster, host_bytes=None)
-        others["a host with more memory (--host-gib)"] = replace(job, cluster=anywhere)
-    twice, most_of_one = 2 * cluster.num_gpus, cluster.hardware.gpus_per_node
-    if twice <= most_of_one or twice % most_of_one == 0:
-        larger = replace(cluster, num_gpus=twice)
-        others[f"--gpus {larger}"] = replace(job, cluster=larger)
-    lengths = {what: longest(other) for what, other in others.items()}
-    return [
-        f"{what}: rows of up to {n:,} tokens" for what, n in lengths.items() if n >= job.seq_len
-    ]
 
 
 def flags(result: Result) -> str:

@@ -197,7 +197,7 @@ def test_no_row_at_all_says_why(run: Run, llama_8b: Path) -> None:
     result = run("plan", *words, "--max-seq-len")
     assert (result.stdout, result.exit_code) == ("0\n", 1)
     assert "needs 120 GiB of the 95 that may be taken on a host" in result.stderr
-    assert "--lora, an adapter in place of every weight: rows of up to" in result.stderr
+    assert "What may fit: shorter rows, more GPUs, " in result.stderr
     for form in ([], ["--json"]):
         assert run("plan", *words, "--seq-len", "4K", *form).exit_code == 1
 
@@ -235,7 +235,7 @@ BAD_TOKENS = {
 BAD_OPTIONS = {
     "": "--seq-len: say how long rows are, or ask --max-seq-len",
     "--max-seq-len --tokens-per-step 1M": "--tokens-per-step 1048576 without --seq-len",
-    "--seq-len 4K --gpus 4xB300": "as 4xH200. Kinds: H200, H100",
+    "--seq-len 4K --gpus 4xH300": "Did you mean 'H",
     "--seq-len 4K --host-gib nan": "--host-gib nan: ",
     "--seq-len 4K --full --rank 8": "--rank 8 with --full: a rank is for an adapter. Use --lora",
     "--seq-len 4K --full --also-train norms": "every weight is trained",

@@ -7,14 +7,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from longctx_patch.families.facts import ModelFacts
+from longctx_patch.families.family import CONVOLUTION
 from longctx_patch.planner.model_shape import shape_of
 from tests.hf.tiny import SUPPORTED, featured_config, tiny_config
 from tests.planner.jobs import llama_shape
 
 FACTS = {name: ModelFacts.of(featured_config(name)) for name in SUPPORTED}
-MIXED = [name for name, facts in FACTS.items() if facts.experts]
-LATENT = [name for name, facts in FACTS.items() if facts.latent and not facts.experts]
 DENSE = [name for name, facts in FACTS.items() if not facts.unpredicted]
+OTHERS = [name for name, facts in FACTS.items() if facts.unpredicted]
 
 
 def whole_model(config: Any) -> Any:
@@ -51,17 +51,17 @@ def test_tied_embeddings_count_once(tied: bool) -> None:
     assert_counts_are_of(tiny_config("qwen2", tie_word_embeddings=tied))
 
 
-@pytest.mark.parametrize("family", MIXED)
-def test_experts_are_refused(family: str) -> None:
-    with pytest.raises(
-        ValueError, match=r"model some: .*num_.*=\d+.*dense layers only.*checkpoint='auto'"
-    ):
-        shape_of(featured_config(family), "some")
-
-
-@pytest.mark.parametrize("family", LATENT)
-def test_latent_attention_is_refused(family: str) -> None:
-    with pytest.raises(ValueError, match=r"model some: kv_lora_rank=20.*not from a latent"):
+@pytest.mark.parametrize("family", OTHERS)
+def test_what_was_never_measured_is_refused(family: str) -> None:
+    """Experts, latents without experts, and recurrences that are no gated delta net."""
+    facts = FACTS[family]
+    kind = "short convolutions" if CONVOLUTION in SUPPORTED[family].features else "Mamba-2"
+    wanted = f"layers of {kind} were never measured|layers that are alike"
+    if facts.experts:
+        wanted = r"num_.*=\d+.*dense layers only.*checkpoint='auto'"
+    elif facts.latent:
+        wanted = "kv_lora_rank=20.*not from a latent"
+    with pytest.raises(ValueError, match=f"model some: .*({wanted})"):
         shape_of(featured_config(family), "some")
 
 

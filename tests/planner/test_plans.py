@@ -18,13 +18,6 @@ from tests.planner.test_attention_cost import WORKLOAD
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
-def test_auto_chooses_among_the_plans_of_the_layout(layout: str) -> None:
-    found = decide(LongContextConfig(ring_degree=4, layout=layout), WORKLOAD)  # type: ignore[arg-type]
-    assert found.layout == layout
-    assert all(layout in PLANS[found.plan_of(direction)].layouts for direction in Direction)
-
-
 @pytest.mark.parametrize(
     ("plan", "backward_plan", "expected"),
     [
@@ -83,13 +76,3 @@ def test_the_rule_is_as_fast_as_what_is_predicted_fastest(
         }
         taken = decide(config, workload).plan_of(direction)
         assert seconds[taken] <= 1.01 * min(seconds.values()), (rank_tokens, direction, seconds)
-
-
-def test_the_double_ring_beats_the_flat_one_across_nodes() -> None:
-    workload, hardware = Workload(num_tokens=16 * 8192, num_kv_heads=32), MACHINES["h100"]
-    seconds = {
-        setting.plan: predict(setting, FORWARD, workload, hardware).makespan_s
-        for setting in settings_of("zigzag", 16)
-        if setting.plan in ("zigzag", "double_ring")
-    }
-    assert seconds["double_ring"] < 0.8 * seconds["zigzag"]

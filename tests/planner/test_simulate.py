@@ -138,12 +138,6 @@ def test_the_double_ring_waits_less_for_slow_links_than_the_flat_ring() -> None:
     assert double.makespan_s == pytest.approx(across + 13 * within)
 
 
-def test_free_links_expose_nothing() -> None:
-    for plan in PLANS:
-        found = played(named(plan, BACKWARD, 8), MACHINES["h100"].with_free_links())
-        assert found.exposed_communication_s == 0
-
-
 def test_a_ring_holds_two_blocks_and_the_copy_of_its_own() -> None:
     block = 2 * TOKENS * SHAPE.num_kv_heads * SHAPE.head_dim * 2
     assert played(named("zigzag", FORWARD, 8), MACHINES["h100"]).peak_buffer_bytes == 3 * block
