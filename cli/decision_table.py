@@ -1,6 +1,8 @@
 """The table of a run folder: what was decided, and why."""
 
 from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from longctx_patch.cli.decisions import Decisions
@@ -14,7 +16,7 @@ from longctx_patch.families.rope_facts import describe_change, reach_problem, re
 from longctx_patch.families.supported import FAMILIES
 from longctx_patch.hf.call.kernel_faults import TRUSTS_MENDED
 from longctx_patch.memory.policies import POLICIES
-from longctx_patch.planner.search import Result, usable_bytes
+from longctx_patch.planner.search import usable_bytes
 from longctx_patch.recipes import models
 from longctx_patch.recipes.mixture import read_mixture
 from longctx_patch.recipes.settings import Settings
@@ -26,120 +28,91 @@ TO_INSTALL = {
 with the Triton of torch 2.11."""
 
 
-def table(decisions: Decisions) -> list[tuple[str, str, str]]:
-    """(what, value, why) of every decision."""
+Row = tuple[str, str, str]
+"""(what, value, why)"""
+
+
+def table(decisions: Decisions) -> list[Row]:
+    """Every decision, and why."""
+    parts = (_of_model(decisions), _of_rows(decisions), _of_ranks(decisions))
+    rows = [*chain(*parts, _of_memory(decisions.settings))]
+    return [*rows, ("weights", *_weights(decisions)), *_prediction_rows(decisions)]
+
+
+def _of_model(decisions: Decisions) -> Iterator[Row]:
     settings = decisions.settings
-    reach = reachable_length(decisions.old_config)
-    reaches = "any length" if reach is None else f"{reach}"
-    unit = "CPU process" if decisions.options.cpu else "GPU"
     random = " (random weights: a bare config)" if models.is_bare_config(settings.model) else ""
-    placed = "every rank has the same share of the mask"
-    if decisions.placement == "contiguous":
-        placed = "under a window ranks have about equal work and need few keys of others"
-    facts = ModelFacts.of(decisions.model_config)
-    degree, num_gpus = decisions.sequence_degree, decisions.options.num_gpus
-    sequences = f"{degree} of {num_gpus} share a sequence; sequences at once: {num_gpus // degree}"
-    return [
-        ("model", settings.model, f"{decisions.num_parameters:,} parameters{random}"),
-        *_images(settings.model),
-        ("data", ", ".join(settings.text), "--data" if decisions.has_text else "to be given"),
-        *_mixture(decisions),
-        *_evaluation(decisions),
-        ("recipe", *_recipe(decisions)),
-        (
-            "trained",
-            ", ".join(
-                ["LoRA adapter" if settings.uses_lora else "every weight", *settings.also_train]
-            ),
-            "--lora or --full",
-        ),
-        ("tokens", f"{settings.seq_len} per sequence", f"the model as published reaches {reaches}"),
-        *_context(settings),
-        ("rope", settings.rope, _rope_reason(decisions)),
-        ("attention", describe_layers(decisions.model_config), _rows(decisions)),
-        ("degrees", f"ulysses {settings.ulysses} x ring {settings.ring}", decisions.sharing.why),
-        *([] if decisions.options.cpu else _kernel_rows(decisions.model_config)),
-        *_rows_per_step(decisions),
-        *_stages(decisions.settings),
-        ("shards", f"{decisions.tokens_per_gpu} tokens per {unit}", sequences),
-        (
-            "layout",
-            decisions.placement,
-            placed if settings.ring > 1 else "no ring, so every layout is the same",
-        ),
-        ("checkpoint", settings.checkpoint, POLICIES[settings.checkpoint].summary),
-        *_attention_kept(settings.attention_kept),
-        ("mlp tiles", *_mlp_tiles(settings.mlp_tiles)),
-        ("weights", *_weights(decisions)),
-        *_prediction_rows(
-            decisions.sharing.predicted,
-            why_not=_why_unpredicted(decisions),
-            is_causal=not (
-                settings.pack
-                or settings.shifted_group
-                or any(reach.is_local for reach in facts.reaches_in(settings.seq_len))
-            ),
-        ),
-    ]
+    yield "model", settings.model, f"{decisions.num_parameters:,} parameters{random}"
+    if (whole := models.whole_config(settings.model)) is not None:
+        why = f"{whole.model_type} reads them: its text model is trained, and is what final/ holds"
+        yield "images", "left out", f"{why} (docs/how-to/images.md puts it back)"
+    yield "data", ", ".join(settings.text), "--data" if decisions.has_text else "to be given"
+    if settings.mixture:
+        found = read_mixture(settings.mixture)
+        why = f"of the tokens; long from {found.least_of(settings.seq_len):,}"
+        shares = f"long {found.long:.0%}, short {found.short:.0%}"
+        yield "mixture", shares, f"{why} ({found.source or '--mixture'})"
+    if sources := decisions.options.eval_sources:
+        yield "evaluation", ", ".join(sources), "--eval-data"
+    yield "recipe", *_recipe(decisions)
+    trained = "LoRA adapter" if settings.uses_lora else "every weight"
+    yield "trained", ", ".join([trained, *settings.also_train]), "--lora or --full"
 
 
-def _context(settings: Settings) -> list[tuple[str, str, str]]:
-    if settings.target_length == settings.seq_len:
-        return []
-    why = (
-        "--context: what RoPE reaches; rows are shorter, and positions beyond them are not trained"
+def _of_rows(decisions: Decisions) -> Iterator[Row]:
+    settings, reach = decisions.settings, reachable_length(decisions.old_config)
+    reaches = "any length" if reach is None else f"{reach}"
+    yield (
+        "tokens",
+        f"{settings.seq_len} per sequence",
+        f"the model as published reaches {reaches}",
     )
-    return [("context", f"{settings.context} tokens", why)]
+    if settings.target_length != settings.seq_len:
+        why = "what RoPE reaches; rows are shorter, and positions beyond them are not trained"
+        yield "context", f"{settings.context} tokens", f"--context: {why}"
+    yield "rope", settings.rope, _rope_reason(decisions)
+    yield "attention", describe_layers(decisions.model_config), _rows(decisions)
 
 
-def _images(model: str) -> list[tuple[str, str, str]]:
-    whole = models.whole_config(model)
-    if whole is None:
-        return []
-    why = f"{whole.model_type} reads them: its text model is trained, and is what final/ holds"
-    return [("images", "left out", f"{why} (docs/how-to/images.md puts it back)")]
+def _of_ranks(decisions: Decisions) -> Iterator[Row]:
+    settings, options = decisions.settings, decisions.options
+    degree, num_gpus = decisions.sequence_degree, options.num_gpus
+    yield "degrees", f"ulysses {settings.ulysses} x ring {settings.ring}", decisions.sharing.why
+    if not options.cpu:
+        yield from _kernel_rows(decisions.model_config)
+    if options.step_rows is not None:
+        forwards, tokens = (
+            settings.gradient_accumulation_steps,
+            options.step_rows * settings.seq_len,
+        )
+        option = "--rows-per-step" if options.tokens_per_step is None else "--tokens-per-step"
+        why = f"{num_gpus // degree} at once x {forwards} (gradient_accumulation_steps)"
+        said = f"{options.step_rows}, of {tokens:,} tokens in all"
+        yield "rows per step", said, f"{option}: {why}"
+    if settings.stages:
+        steps = ", ".join(str(of.gradient_accumulation_steps) for of in settings.of_stages())
+        why = f"about as many tokens a step: gradient_accumulation_steps {steps}"
+        yield "stages", "; ".join(map(str, settings.length_stages)), why
+    unit = "CPU process" if options.cpu else "GPU"
+    sequences = f"{degree} of {num_gpus} share a sequence; sequences at once: {num_gpus // degree}"
+    yield "shards", f"{decisions.tokens_per_gpu} tokens per {unit}", sequences
+    placed = "every rank has the same share of the mask"
+    if settings.ring == 1:
+        placed = "no ring, so every layout is the same"
+    elif decisions.placement == "contiguous":
+        placed = "under a window ranks have about equal work and need few keys of others"
+    yield "layout", decisions.placement, placed
 
 
-def _why_unpredicted(decisions: Decisions) -> str:
-    if not decisions.names_gpus:
-        return ""
-    return why_unpredicted(decisions.model_config, is_dpo=decisions.task.recipe == "dpo")
-
-
-def _rows_per_step(decisions: Decisions) -> list[tuple[str, str, str]]:
-    options, settings = decisions.options, decisions.settings
-    if options.step_rows is None:
-        return []
-    forwards = settings.gradient_accumulation_steps
-    at_once = options.num_gpus // decisions.sequence_degree
-    tokens = options.step_rows * settings.seq_len
-    option = "--rows-per-step" if options.tokens_per_step is None else "--tokens-per-step"
-    why = f"{option}: {at_once} at once x {forwards} (gradient_accumulation_steps)"
-    return [("rows per step", f"{options.step_rows}, of {tokens:,} tokens in all", why)]
-
-
-def _stages(settings: Settings) -> list[tuple[str, str, str]]:
-    if not settings.stages:
-        return []
-    said = "; ".join(map(str, settings.length_stages))
-    forwards = ", ".join(str(of.gradient_accumulation_steps) for of in settings.of_stages())
-    why = f"about as many tokens a step: gradient_accumulation_steps {forwards}"
-    return [("stages", said, why)]
-
-
-def _attention_kept(share: float) -> list[tuple[str, str, str]]:
-    if share == 1:
-        return []
-    again = f"recomputing the rest takes {(1 - share) ** 2:.0%} of attention's forward pass"
-    return [("attention kept", f"of {share:.0%} of the tokens", f"--attention-kept: {again}")]
-
-
-def _mlp_tiles(tiles: int | None) -> tuple[str, str]:
-    if tiles is None:
-        return "auto", "as few as keep a tile within 1/16 of the GPU's memory (CPU: 1)"
-    if tiles == 1:
-        return "1", "--mlp-tiles: each MLP runs over all tokens at once"
-    return str(tiles), "--mlp-tiles: an MLP's intermediates exist for one tile at a time"
+def _of_memory(settings: Settings) -> Iterator[Row]:
+    yield "checkpoint", settings.checkpoint, POLICIES[settings.checkpoint].summary
+    if (share := settings.attention_kept) < 1:
+        again = f"recomputing the rest takes {(1 - share) ** 2:.0%} of attention's forward pass"
+        yield "attention kept", f"of {share:.0%} of the tokens", f"--attention-kept: {again}"
+    why = "--mlp-tiles: an MLP's intermediates exist for one tile at a time"
+    if settings.mlp_tiles is None:
+        why = "as few as keep a tile within 1/16 of the GPU's memory (CPU: 1)"
+    yield "mlp tiles", str(settings.mlp_tiles or "auto"), why
 
 
 def _recipe(decisions: Decisions) -> tuple[str, str]:
@@ -151,21 +124,6 @@ def _recipe(decisions: Decisions) -> tuple[str, str]:
     if assistant_only:
         return "sft", "TRL's SFTTrainer: the assistant's tokens are learned (--train-on)"
     return "sft", "TRL's SFTTrainer: labels are learned, or completions, or else all tokens"
-
-
-def _mixture(decisions: Decisions) -> list[tuple[str, str, str]]:
-    settings = decisions.settings
-    if not settings.mixture:
-        return []
-    found = read_mixture(settings.mixture)
-    why = f"of the tokens; long from {found.least_of(settings.seq_len):,}"
-    shares = f"long {found.long:.0%}, short {found.short:.0%}"
-    return [("mixture", shares, f"{why} ({found.source or '--mixture'})")]
-
-
-def _evaluation(decisions: Decisions) -> list[tuple[str, str, str]]:
-    found = decisions.options.eval_sources
-    return [("evaluation", ", ".join(found), "--eval-data")] if found else []
 
 
 def _rows(decisions: Decisions) -> str:
@@ -243,7 +201,7 @@ def _reach(reach: Reach) -> str:
     return f"of window {reach.window}" if reach.window else "causal"
 
 
-def _kernel_rows(model_config: Any) -> list[tuple[str, str, str]]:
+def _kernel_rows(model_config: Any) -> list[Row]:
     """(what, value, why) for a run on GPUs; empty where no layer is recurrent."""
     packages = kernel_packages(model_config)
     if not packages:
@@ -256,26 +214,31 @@ def _kernel_rows(model_config: Any) -> list[tuple[str, str, str]]:
     return [("recurrent kernels", ", ".join(packages), why)]
 
 
-def _prediction_rows(
-    result: Result | None, *, why_not: str, is_causal: bool
-) -> list[tuple[str, str, str]]:
-    """(what, value, why) of a run folder's table.
-
-    Args:
-        why_not: what is not predicted although it was asked for; else empty.
-        is_causal: each token sees all before it, which is what the planner counts.
-    """
+def _prediction_rows(decisions: Decisions) -> list[Row]:
+    """What is predicted, or why it is not although it was asked for."""
+    result = decisions.sharing.predicted
     if result is None:
-        why = f"{why_not} is not predicted; the rehearsal before the first step measures"
-        return [("memory", "not predicted", why)] if why_not else []
+        why = why_unpredicted(decisions.model_config, is_dpo=decisions.task.recipe == "dpo")
+        why += " is not predicted; the rehearsal before the first step measures"
+        return [("memory", "not predicted", why)] if decisions.names_gpus else []
     memory, cluster = result.memory.total / 2**30, result.job.cluster
     checked = "" if cluster.host_bytes else " (not checked: --host-gib)"
     host = f", {result.host_bytes / 2**30:.0f} GiB of a host" if result.host_bytes else ""
     host += checked if host else ""
     usable = f"predicted for {cluster}, of {usable_bytes(result.job) / 2**30:.0f} that it may be"
     speed = f"{result.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, {result.mfu:.0%} MFU"
-    speed += "" if is_causal else "; a step takes less: attention is counted as plain causal"
+    speed += (
+        "" if _is_causal(decisions) else "; a step takes less: attention is counted as plain causal"
+    )
     return [
         ("memory", f"{memory:.0f} GiB of a GPU{host}", usable),
         ("step", f"{result.time.total:.3g} s", f"predicted: {speed}"),
     ]
+
+
+def _is_causal(decisions: Decisions) -> bool:
+    """Whether each token sees all before it, which is what the planner counts."""
+    settings = decisions.settings
+    reaches = ModelFacts.of(decisions.model_config).reaches_in(settings.seq_len)
+    is_local = any(reach.is_local for reach in reaches)
+    return not (settings.pack or settings.shifted_group or is_local)

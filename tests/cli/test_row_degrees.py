@@ -9,86 +9,62 @@ import yaml
 
 from tests.cli.conftest import Run
 
-LLAMA_8B = {
+LLAMA_8B: dict[str, Any] = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "head_dim": 128,
     "max_position_embeddings": 131072,
 }
-ASKED: dict[tuple[object, ...], tuple[int, int]] = {
-    ("--ulysses", 2): (2, 2),
-    ("--ring", 2): (2, 2),
-    ("--sequence-degree", 4, "--ring", 1): (4, 1),
-    ("--sequence-degree", 2): (1, 2),
-    ("--cpu",): (4, 1),
-}
 MISTRAL = {**LLAMA_8B, "model_type": "mistral", "sliding_window": 4096}
+CHUNKS = {**LLAMA_8B, "model_type": "llama4_text", "no_rope_layers": [1, 1]}
+CHOICES: list[tuple[dict[str, Any], str, str, str]] = [
+    (LLAMA_8B, "", "4 x 1 auto", "predicted fastest for causal rows on H100"),
+    (MISTRAL | {"sliding_window": 131072}, "", "4 x 1 auto", "causal rows"),
+    (LLAMA_8B, "--pack", "1 x 4 auto", "for rows of 64 documents on H100; this assumes documents"),
+    (MISTRAL, "", "1 x 4 contiguous", "layers with a window"),
+    (MISTRAL, "--pack", "1 x 4 auto", "for rows of 64 documents and layers with a window on H100"),
+    (CHUNKS | {"attention_chunk_size": 1024}, "", "1 x 4 auto", "for layers of chunks on H100"),
+    (CHUNKS | {"attention_chunk_size": 131072}, "", "4 x 1 auto", "for causal rows on H100"),
+    (LLAMA_8B, "--pack --ulysses 2", "2 x 2 auto", "as asked"),
+    (LLAMA_8B, "--pack --ring 2", "2 x 2 auto", "as asked"),
+    (LLAMA_8B, "--pack --sequence-degree 4 --ring 1", "4 x 1 auto", "as asked"),
+    (LLAMA_8B, "--pack --sequence-degree 2", "1 x 2 auto", "predicted fastest"),
+    (LLAMA_8B, "--pack --cpu", "4 x 1 auto", "Ulysses as far as it divides"),
+]
 
 
 @pytest.fixture
-def chosen(run: Run, config: Callable[..., Path], tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """The settings of a run folder for 131,072 tokens, and two rows of its README."""
+def chosen(run: Run, config: Callable[..., Path], tmp_path: Path) -> Callable[..., tuple[str, str]]:
+    """(degrees and layout, the README) of a run folder for 131,072 tokens."""
 
-    def patch(*words: object, model: dict[str, Any] = LLAMA_8B) -> dict[str, Any]:
-        out = tmp_path / f"run{len(list(tmp_path.glob('run*')))}"
-        found = run(
-            "patch", config(**model), *("--seq-len", 131072, "--gpus", 4, "--out", out), *words
-        )
+    def patch(model: dict[str, Any], *words: str) -> tuple[str, str]:
+        asked = ("--seq-len", 131072, "--gpus", 4, "--out", out := tmp_path / "run", *words)
+        found = run("patch", config(**model), *asked)
         assert found.exit_code == 0, found.output
         settings: dict[str, Any] = yaml.safe_load((out / "finetune.yaml").read_text())
-        lines = (out / "README.md").read_text().split("\n")
-        rows = {line.split(" | ")[0].strip("| "): line for line in lines if line.startswith("| ")}
-        return settings | {"why": rows["degrees"], "step": rows.get("step", "")}
+        degrees = f"{settings['ulysses']} x {settings['ring']} {settings['layout']}"
+        return degrees, (out / "README.md").read_text()
 
     return patch
 
 
-def degrees(settings: dict[str, Any]) -> tuple[int, int, str]:
-    return settings["ulysses"], settings["ring"], settings["layout"]
-
-
-def test_causal_rows(chosen: Callable[..., dict[str, Any]]) -> None:
-    found = chosen()
-    assert degrees(found) == (4, 1, "auto")
-    assert "predicted fastest for causal rows on H100" in found["why"]
-    assert degrees(chosen(model={**MISTRAL, "sliding_window": 131072})) == (4, 1, "auto")
-
-
-def test_packed_rows_without_text_are_of_short_documents(
-    chosen: Callable[..., dict[str, Any]],
+@pytest.mark.parametrize(("model", "words", "degrees", "why"), CHOICES)
+def test_degrees(
+    chosen: Callable[..., tuple[str, str]],
+    model: dict[str, Any],
+    words: str,
+    degrees: str,
+    why: str,
 ) -> None:
-    found = chosen("--pack")
-    assert degrees(found) == (1, 4, "auto")
-    assert "predicted fastest for rows of 64 documents on H100" in found["why"]
-    assert "this assumes documents of 2,048 tokens" in found["why"]
+    found, readme = chosen(model, *words.split())
+    assert found == degrees
+    (row,) = (line for line in readme.splitlines() if line.startswith("| degrees |"))
+    assert why in row
 
 
-def test_layers_with_a_window_and_full_ones(chosen: Callable[..., dict[str, Any]]) -> None:
-    found = chosen(model=MISTRAL)
-    assert degrees(found) == (1, 4, "contiguous")
-    assert "layers with a window" in found["why"]
-    assert chosen("--gpus", "4xH200", model=MISTRAL)["step"].endswith(
-        "; a step takes less: attention is counted as plain causal |"
-    )
-    assert "takes less" not in chosen("--gpus", "4xH200")["step"]
-    both = chosen("--pack", model=MISTRAL)["why"]
-    assert "for rows of 64 documents and layers with a window on H100" in both
-
-
-def test_layers_of_chunks_are_counted_as_documents(chosen: Callable[..., dict[str, Any]]) -> None:
-    chunks = {**LLAMA_8B, "model_type": "llama4_text", "no_rope_layers": [1, 1]}
-    short, long = (
-        chosen(model={**chunks, "attention_chunk_size": size}) for size in (1024, 131072)
-    )
-    assert "for layers of chunks on H100" in short["why"]
-    assert degrees(short)[:2] == (1, 4)
-    assert "for causal rows on H100" in long["why"]
-    assert degrees(long)[:2] == (4, 1)
-
-
-@pytest.mark.parametrize("asked", ASKED, ids=str)
-def test_what_is_asked_for_stays(
-    chosen: Callable[..., dict[str, Any]], asked: tuple[object, ...]
+@pytest.mark.parametrize(("model", "is_less"), [(MISTRAL, True), (LLAMA_8B, False)])
+def test_a_window_takes_less_than_is_predicted(
+    chosen: Callable[..., tuple[str, str]], model: dict[str, Any], is_less: bool
 ) -> None:
-    found = chosen("--pack", *asked)
-    assert (found["ulysses"], found["ring"]) == ASKED[asked]
+    _, readme = chosen(model, "--gpus", "4xH200")
+    assert ("; a step takes less: attention is counted as plain causal |" in readme) == is_less
