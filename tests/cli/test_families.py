@@ -30,19 +30,13 @@ def test_every_family_has_a_line(run: Run) -> None:
     assert any(line.endswith("yes, sliding window, sinks, router loss") for line in lines)
 
 
-def test_json_has_every_field(run: Run) -> None:
+def test_json_has_every_field_and_the_reference_these_tables(run: Run) -> None:
     rows = json.loads(run("families", "--json").output)
     assert [row["model_type"] for row in rows] == [*(f.model_type for f in TABLE), *REFUSED]
     gemma_2 = next(row for row in rows if row["model_type"] == "gemma2")
     assert gemma_2.keys() == {"model_type", "name", "features", "logits", "refusal"}
     assert (gemma_2["features"], gemma_2["refusal"]) == (["sliding window", "softcap"], None)
-
-
-def test_the_reference_has_these_tables(run: Run) -> None:
     assert run("families", "--markdown").output in PAGE.read_text(), "run `make docs`"
-
-
-def test_json_and_markdown_at_once_is_wrong_usage(run: Run) -> None:
     result = run("families", "--json", "--markdown")
     assert result.exit_code == 2
     assert "choose one of them" in result.output

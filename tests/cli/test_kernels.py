@@ -63,10 +63,15 @@ def test_without_a_gpu_it_says_what_is_missing(run: Run) -> None:
     assert kernels["cudnn"]["head_dims"] == "to 256, by 8"
     text = run("kernels").output
     assert text.startswith("No NVIDIA GPU here.")
+    asked = run("kernels", "--measure")
+    assert asked.exit_code == 2
+    assert "--measure without a GPU: torch sees none here. Leave --measure out" in asked.output
     assert "kernel='auto' takes torch_cpu here for causal masks in bfloat16." in text
 
 
-def test_rates_are_measured_where_a_gpu_is(run: Run, gpu: list[bool]) -> None:
+def test_rates_are_measured_where_a_gpu_is(
+    run: Run, gpu: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     report, kernels = listed(run)
     assert report["machine"] == "NVIDIA Testing"
     products = 2 * 32 * 128 * allowed_pairs("causal", 8192)
@@ -81,20 +86,7 @@ def test_rates_are_measured_where_a_gpu_is(run: Run, gpu: list[bool]) -> None:
     assert gpu == [False, True]
     assert listed(run, "--no-measure")[1]["cudnn"]["tflops"] is None
     assert gpu == [False, True]
-
-
-@pytest.mark.usefixtures("gpu")
-def test_a_kernel_with_a_problem_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "_missing", lambda record: None)
-    _, kernels = listed(run)
-    assert kernels["flash_attn_4"]["missing"] == (
-        "gives wrong numbers (dq of the full block is off by 1)"
-    )
-    assert "flash_attn_4: gives wrong numbers" in run("kernels").output
-
-
-@pytest.mark.usefixtures("no_gpu")
-def test_measuring_without_a_gpu_is_wrong_usage(run: Run) -> None:
-    result = run("kernels", "--measure")
-    assert result.exit_code == 2
-    assert "--measure without a GPU: torch sees none here. Leave --measure out" in result.output
+    problem = listed(run)[1]["flash_attn_4"]["missing"]
+    assert problem == "gives wrong numbers (dq of the full block is off by 1)"
+    assert f"flash_attn_4: {problem}" in run("kernels").output

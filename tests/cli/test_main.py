@@ -25,23 +25,24 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "longctx_patch" / "bytecode"
 
 
-def test_it_is_kept_among_the_caches(kept: Path) -> None:
-    keep_bytecode()
-    assert (sys.pycache_prefix, sys.dont_write_bytecode) == (str(kept), False)
-    assert os.environ["PYTHONPYCACHEPREFIX"] == str(kept)
-    assert "PYTHONDONTWRITEBYTECODE" not in os.environ
-    assert kept.stat().st_mode & 0o077 == 0
-
-
-@pytest.mark.parametrize("place", ["a user's own", "of others too", "python's"])
-def test_what_is_there_is_left(place: str, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("place", ["ours", "a user's own", "of others too", "python's"])
+def test_it_is_kept_among_the_caches(
+    place: str, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the user has said where, others may write there, or Python keeps it by itself."""
     if place == "a user's own":
         monkeypatch.setattr(sys, "pycache_prefix", "own")
     elif place == "of others too":
         kept.mkdir(parents=True)
         kept.chmod(0o777)
-    else:
+    elif place == "python's":
         monkeypatch.setattr(module, "_can_write", lambda path: True)
     before = sys.pycache_prefix
     keep_bytecode()
-    assert (sys.pycache_prefix, sys.dont_write_bytecode) == (before, True)
+    if place != "ours":
+        assert (sys.pycache_prefix, sys.dont_write_bytecode) == (before, True)
+        return
+    assert (sys.pycache_prefix, sys.dont_write_bytecode) == (str(kept), False)
+    assert os.environ["PYTHONPYCACHEPREFIX"] == str(kept)
+    assert "PYTHONDONTWRITEBYTECODE" not in os.environ
+    assert kept.stat().st_mode & 0o077 == 0
