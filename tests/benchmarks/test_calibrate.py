@@ -6,7 +6,7 @@ from pathlib import Path
 import launch
 import numpy as np
 import pytest
-from calibrate import KernelCall, fit, fit_kernel, kernel_calls
+from calibrate import fit, fit_kernel, kernel_calls
 
 from tests.benchmarks import ROOT
 
@@ -59,8 +59,3 @@ def test_no_slope_is_negative() -> None:
     assert slopes["call"] == 0
     assert 300 < 1 / slopes["bytes"] < 1500
     assert error > 0.1
-
-
-def test_flops_of_a_causal_square() -> None:
-    call = KernelCall(3, 3, True, 2, 1, 128)
-    assert (call.flops("forward"), call.flops("backward")) == (4 * 6 * 2 * 128, 10 * 6 * 2 * 128)

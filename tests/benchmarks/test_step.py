@@ -7,17 +7,14 @@ from typing import Any
 
 import launch
 import launches
-import operators
 import pytest
 import step
-import step_floor_job
 import step_job
 import torch
 from config_text import config_of, name_of, options_of
-from measure import Clock
 from model_shapes import model_shape, sizes_of
 from report import read_lines
-from systems import Job, take
+from systems import Job
 from systems.ours import Ours
 
 from tests.harness import run_distributed
@@ -138,28 +135,6 @@ def test_step_reports_wrong_gradients_and_times_right_ones(
     assert right["speedup_over_best_peer"] == 1.0
     assert not_covered["status"] == "not covered"
     assert "off by 1, allowed" in (tmp_path / "step.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [({"los": "trl"}, "this system has checkpoint, liger"), ({"checkpoint": "ful"}, "full, none")],
-)
-def test_options_of_systems_are_never_taken_for_others(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        take(options, checkpoint=("full", "none"), liger=(False, True))
-    assert take({"liger": True}, checkpoint=("full", "none"), liger=(False, True)) == {
-        "checkpoint": "full",
-        "liger": True,
-    }
-
-
-def test_a_floor_without_any_kernel_says_why() -> None:
-    """On the CPU cuDNN, the only kernel allowed, can't run."""
-    device = torch.device("cpu")
-    job = operators.Job(device, 0, 1, {"ideal_kernels": ["cudnn"]})
-    floor = step_floor_job.measure(TINY, 32, job, Clock(device, 1), rate=1e12)
-    assert (floor["status"], floor["seconds"]) == ("failed", None)
-    assert floor["reason"] == "cudnn: needs device cuda, tensors are on cpu"
 
 
 def test_packages_of_one_system() -> None:

@@ -8,13 +8,8 @@ import torch
 from step_profile import Activity
 
 PARTS_OF_KERNELS = {
-    "pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>": "attention forward",
     "pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel": "attention backward",
     "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16": "attention forward",
-    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16": "attention backward",
-    "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90": (
-        "attention forward"
-    ),
     "kernel_cutlass_flash_bwd_preprocessFlashAttentionBackwardPreprocess": "attention backward",
     "nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NTT": "linear",
     "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16>": "linear",
@@ -23,11 +18,9 @@ PARTS_OF_KERNELS = {
     "void cunn_SoftMaxForward<8, c10::BFloat16, float>": "loss",
     "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>": "optimizer",
     "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)": "exposed communication",
-    "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "FSDP",
     "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL": "FSDP",
     "void at::native::chunk_cat_cuda_kernel<float>": "FSDP",
     "void at::native::vectorized_elementwise_kernel<4>": "elementwise",
-    "Memcpy DtoD (Device -> Device)": "elementwise",
     "Memcpy PtoP (Device -> Device)": "exposed communication",
 }
 

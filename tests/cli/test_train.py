@@ -141,18 +141,6 @@ def test_of_other_ends_the_reason_is_shown(tmp_path: Path) -> None:
     ]
 
 
-def test_a_run_for_gpus_is_refused_once_where_there_are_fewer(
-    run: Run, config: Callable[..., Path], text_file: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "for gpus"
-    words = ["--gpus", torch.cuda.device_count() + 1, "--sequence-degree", 1, "--seq-len", 64]
-    assert run("patch", config(), *words, "--data", text_file, "--out", out).exit_code == 0
-    result = run("train", out)
-    assert result.exit_code == 1
-    assert f"torch finds {torch.cuda.device_count()} here" in result.output
-    assert "`longctx patch ... --cpu`" in result.output
-
-
 @pytest.mark.parametrize("initialised", [False, True])
 def test_processes_are_forked_unless_cuda_was_set_up(
     initialised: bool, folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
@@ -197,20 +185,27 @@ def test_ctrl_c_is_one_line(
     assert result.output == f"finetune: {INTERRUPTED}\n"
 
 
-def test_several_machines_and_other_folders_are_refused(
-    folder: Path, run: Run, tmp_path: Path
+def test_what_this_machine_can_not_start_is_refused(
+    folder: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch = yaml.safe_load((folder / "accelerate.yaml").read_text()) | {"num_machines": 2}
-    (folder / "accelerate.yaml").write_text(yaml.safe_dump(launch))
-    result = run("train", folder)
-    assert result.exit_code == 1
-    assert "is for 2 machines" in result.output
-    assert "sbatch --nodes 2" in result.output
+    def refused(place: Path) -> str:
+        result = run("train", place)
+        assert result.exit_code == 1
+        return result.output
+
+    file = folder / "accelerate.yaml"
+    launch = yaml.safe_load(file.read_text())
+    file.write_text(yaml.safe_dump(launch | {"num_machines": 2}))
+    assert "is for 2 machines" in refused(folder)
+    there = torch.cuda.device_count()
+    gpus = {"num_processes": there + 1, "use_cpu": False, "gpu_ids": "all"}
+    file.write_text(yaml.safe_dump(launch | gpus))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert f"torch finds {there} here" in refused(folder)
     (tmp_path / "empty").mkdir()
-    result = run("train", tmp_path / "empty")
-    assert result.exit_code == 1
-    assert "is no run folder" in result.output
-    assert "longctx patch MODEL --out" in result.output
+    said = refused(tmp_path / "empty")
+    assert "is no run folder" in said
+    assert "longctx patch MODEL --out" in said
 
 
 def test_help_beside_a_run_folder_lists_the_flags_of_its_recipe(folder: Path, run: Run) -> None:
@@ -237,18 +232,18 @@ def test_help_beside_a_run_folder_lists_the_flags_of_its_recipe(folder: Path, ru
 
 
 GIVEN = {"ulysses": 2, "ring": 1, "gradient_accumulation_steps": 3}
+SIX = ["--gradient_accumulation_steps", "6"]
 
 
 @pytest.mark.parametrize(
-    ("number", "flags", "added"),
+    ("number", "flags", "added", "cpu"),
     [
-        (4, (), ["--gradient_accumulation_steps", "6"]),
-        (8, (), []),
-        (2, ("--ring=1", "--ulysses", "1"), ["--gradient_accumulation_steps", "6"]),
-        (2, ("--gradient-accumulation-steps", "2"), []),
+        (4, (), SIX, True),
+        (8, (), [], False),
+        (2, ("--ring=1", "--ulysses", "1"), SIX, False),
+        (2, ("--gradient-accumulation-steps", "2"), [], True),
     ],
 )
-@pytest.mark.parametrize("cpu", [True, False])
 def test_on_another_number_of_processes_a_step_has_its_rows(
     number: int, flags: tuple[str, ...], added: list[str], cpu: bool
 ) -> None:
@@ -263,8 +258,8 @@ def test_on_another_number_of_processes_a_step_has_its_rows(
 @pytest.mark.parametrize(
     ("number", "flags", "message"),
     [
-        (3, (), "so their number is a multiple of 2. Give one, or add --ulysses 1 --ring 3."),
-        (10, (), "the batches of a step are 12, which 5 groups of 2 can't share evenly."),
+        (3, (), r"their number is a multiple of 2\. Give one, or add --ulysses 1 --ring 3"),
+        (10, (), "the batches of a step are 12, which 5 groups of 2 can't share evenly"),
         (4, ("--ring", "x"), "ring='x': give a whole number"),
     ],
 )
@@ -272,7 +267,7 @@ def test_a_number_of_processes_that_does_not_divide_is_refused(
     number: int, flags: tuple[str, ...], message: str
 ) -> None:
     launch = yaml.safe_load(accelerate_yaml(8, 2, fsdp=True))
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=message):
         on_processes(number, launch, GIVEN, flags)
 
 
@@ -281,7 +276,6 @@ def test_a_number_of_processes_that_does_not_divide_is_refused(
     [
         ({"num_processes": 2}, None, "1"),
         ({"num_processes": 2, "use_cpu": True}, None, "4"),
-        ({"num_processes": 16, "use_cpu": True}, None, "1"),
         ({"num_processes": 2}, "3", "3"),
         ({"num_processes": 1}, None, None),
     ],

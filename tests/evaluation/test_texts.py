@@ -44,7 +44,7 @@ def losses_by_hand(documents: list[Tensor]) -> tuple[list[float], list[int]]:
     return [total / count for total, count in zip(sums, counts, strict=True)], counts
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("way", [WAYS["one rank"], WAYS["both"]])
 def test_losses_by_position(way: dict[str, int]) -> None:
     lengths = (40, 97, 13)
     batches = [batch_of([text]) for text in TEXTS] + [packed(lengths)]
@@ -85,8 +85,10 @@ def longppl_by_hand(texts: list[Tensor], alpha: float, beta: float, judge: Any =
     )
 
 
-@pytest.mark.parametrize("way", [WAYS["one rank"], WAYS["ring"], WAYS["both"]])
-@pytest.mark.parametrize(("alpha", "beta"), [(0.05, -5.0), (2.0, -0.1)])
+@pytest.mark.parametrize(
+    ("way", "alpha", "beta"),
+    [(WAYS["one rank"], 0.05, -5.0), (WAYS["both"], 0.05, -5.0), (WAYS["ring"], 2.0, -0.1)],
+)
 def test_longppl(
     way: dict[str, int], alpha: float, beta: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

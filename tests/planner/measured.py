@@ -5,8 +5,8 @@ runs which its rates follow.
 """
 
 import tomllib
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,7 +122,8 @@ class Accuracy(NamedTuple):
     host: float
 
 
-def accuracy(rows: Sequence[Measured] = AFTERWARDS) -> Accuracy:
+@cache
+def accuracy(rows: tuple[Measured, ...] = AFTERWARDS) -> Accuracy:
     """The accuracy of the planner on runs that were measured after it was made."""
     pairs = [(row, row.predicted()) for row in rows]
     peaks = [found.memory.total / GIB / row.peak_gib for row, found in pairs]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from longctx_patch.cli.diagnosis import writable
-from longctx_patch.cli.diagnosis.writable import GB, Folder, check_disk, folders, judged
+from longctx_patch.cli.diagnosis.writable import GB, Folder, check_disk, judged
 
 OUT = Folder("out", Path("run"), 2 * GB, 50 * GB, "--out FOLDER")
 
@@ -47,8 +47,3 @@ def test_a_folder_that_takes_no_files(monkeypatch: pytest.MonkeyPatch, tmp_path:
     check = check_disk(replace(OUT, path=tmp_path))
     assert check.state == "failed"
     assert "Read-only file system" in check.found
-
-
-def test_the_folders_of_a_run() -> None:
-    found = [each.purpose for each in folders(Path("run"))]
-    assert found[:3] == ["out", "model cache", "temporary"]
