@@ -202,7 +202,7 @@ def test_skipped_steps_and_what_was_not_finite_are_named(tmp_path: Path) -> None
         more.write(json.dumps(line(27, loss=float("inf"))) + "\n")
     data = read_run(tmp_path)
     assert "loss of step 27 is inf, which is not drawn." in data.notes
-    assert data.notes[:2] + data.notes[-1:] == [
+    assert [*data.notes[:2], data.notes[-1]] == [
         "Step 2 was skipped: the loss is nan.",
         "loss of step 2 is nan, not drawn.",
         "Seen 2 times, in steps 3 to 26: SLOW GPU: rank 1, 20%.",

@@ -97,7 +97,7 @@ def read(rank: int, small: str, folder: str) -> int | None:
         dist.barrier()
     dist.barrier()  # the others' weights stay until all was sampled
     del model
-    return most and most[0]
+    return None if most is None else most[0]
 
 
 def load(folder: str) -> Any:
