@@ -11,6 +11,7 @@ import launches
 import problems
 import pytest
 import torch
+from operators import Job
 from report import read_lines
 
 from longctx_patch import Workload, compare
@@ -175,3 +176,12 @@ def test_what_is_mistyped_is_refused_before_any_launch(
     with pytest.raises(SystemExit) as refusal:
         attention_benchmark.main(["--out", str(tmp_path / "out"), *arguments])
     assert said in f"{refusal.value} {capsys.readouterr().err}"
+
+
+def test_a_kernel_that_is_not_here_has_no_ideal() -> None:
+    problem = problems.Problem(num_tokens=64, num_heads=4, num_kv_heads=2, head_dim=8)
+    job = Job(torch.device("cpu"), 0, 1)
+    for kernel in ("cudnn", "nonsense"):
+        assert attention_job.ideal_turn(kernel, problem, job) is None
+        assert attention_job.plain_results(kernel, problem, job.device) is None
+    assert attention_job.ideal_turn("torch_cpu", problem, job) is not None

@@ -49,3 +49,13 @@ def test_every_job_has_segments_that_grow(tmp_path: Path, monkeypatch: pytest.Mo
     assert launch.run_job(script, [SETTING], 1, 30.0, tmp_path / "a").problem is None
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
     assert launch.run_job(script, ["max_split_size_mb:64"], 1, 30.0, tmp_path / "b").problem is None
+
+
+def test_packages_that_one_job_sees(tmp_path: Path) -> None:
+    (tmp_path / "only_here.py").touch()
+    script = tmp_path / "elsewhere" / "script.py"
+    script.parent.mkdir()
+    script.write_text("import only_here")
+    assert launch.run_job(script, [], 1, 30.0, tmp_path / "a", str(tmp_path)).problem is None
+    without = launch.run_job(script, [], 1, 30.0, tmp_path / "b")
+    assert "No module named 'only_here'" in (without.problem or "")

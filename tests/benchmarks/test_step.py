@@ -7,14 +7,17 @@ from typing import Any
 
 import launch
 import launches
+import operators
 import pytest
 import step
+import step_floor_job
 import step_job
 import torch
 from config_text import config_of, name_of, options_of
+from measure import Clock
 from model_shapes import model_shape, sizes_of
 from report import read_lines
-from systems import Job
+from systems import Job, take
 from systems.ours import Ours
 
 from tests.harness import run_distributed
@@ -163,3 +166,25 @@ def test_what_is_mistyped_is_refused_before_any_launch(
     with pytest.raises(SystemExit):
         step.main(["--out", str(tmp_path), "--systems", system])
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"los": "trl"}, "this system has checkpoint, liger"), ({"checkpoint": "ful"}, "full, none")],
+)
+def test_options_of_systems_are_never_taken_for_others(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        take(options, checkpoint=("full", "none"), liger=(False, True))
+    assert take({"liger": True}, checkpoint=("full", "none"), liger=(False, True)) == {
+        "checkpoint": "full",
+        "liger": True,
+    }
+
+
+def test_a_floor_without_any_kernel_says_why() -> None:
+    """On the CPU cuDNN, the only kernel allowed, can't run."""
+    device = torch.device("cpu")
+    job = operators.Job(device, 0, 1, {"ideal_kernels": ["cudnn"]})
+    floor = step_floor_job.measure(TINY, 32, job, Clock(device, 1), rate=1e12)
+    assert (floor["status"], floor["seconds"]) == ("failed", None)
+    assert floor["reason"] == "cudnn: needs device cuda, tensors are on cpu"

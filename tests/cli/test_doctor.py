@@ -102,8 +102,11 @@ def test_nodes_are_named_where_there_are_several() -> None:
 @pytest.mark.parametrize(
     ("name", "gib", "command"),
     [
+        ("NVIDIA H200", 139.8, "longctx plan MODEL --gpus 4xH200 --max-seq-len"),
+        ("NVIDIA H100 80GB HBM3", 79.2, "longctx plan MODEL --gpus 4xH100 --max-seq-len"),
         ("NVIDIA A100-SXM4-40GB", 39.4, "longctx plan MODEL --gpus 4xA100-40 --max-seq-len"),
         ("NVIDIA A100-SXM4-80GB", 79.2, "longctx plan MODEL --gpus 4xA100 --max-seq-len"),
+        ("NVIDIA L40S", 44.5, "longctx patch MODEL --seq-len 32768 --gpus 4 --data texts/"),
         ("NVIDIA H100 PCIe", 79.2, "longctx patch MODEL --seq-len 32768 --gpus 4 --data texts/"),
     ],
 )

@@ -247,3 +247,9 @@ def test_where_rows_get_longer_is_drawn(tmp_path: Path) -> None:
     assert across == {str(found.lines()[0][place][0]) for place in (0, 3)}
     write_metrics(tmp_path, [line(n, seq_len=16) for n in (1, 2)])
     assert read_run(tmp_path).lengths == []
+
+
+def test_what_has_written_nothing_notes_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="refused"), noting_failure(tmp_path / "out"):
+        raise ValueError("refused")
+    assert not (tmp_path / "out").exists()

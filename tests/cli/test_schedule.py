@@ -67,6 +67,7 @@ def test_double_ring_fills_the_nodes_of_the_hardware(run: Run) -> None:
     words = ["--plan", "double_ring", "--ranks", 16]
     assert ask(run, *words) == ask(run, *words, "--ranks-per-node", 8)
     assert ask(run, *words) != ask(run, *words, "--ranks-per-node", 4)
+    assert ask(run, *words, "--ulysses", 2)["ulysses_degree"] == 2
 
 
 def test_compare_covers_both_directions(run: Run) -> None:
@@ -181,6 +182,9 @@ BAD_INPUT = {
     "--compare --ranks 8 --out all.png": "--compare with --out 'all.png': a picture shows one",
     "--compare --ranks 8 --ulysses 2": "the degrees are compared too. Leave --ulysses out",
     "--plan zigzag --ranks 8 --out a.jpg": "one of .png, .svg, .pdf. Use --out 'a.png'",
+    "--plan zigzag --ranks 8 --out picture": "Use --out 'picture.png'",
+    "--plan zigzag --ranks 8 --out .png": "Use --out 'schedule.png'",
+    "--compare --ranks 4 --window 0": "'0': give a whole number of tokens",
     "--plan zigzag --ranks 8 --out none/a.png": "no folder 'none', and none is made. Make it first",
     "--plan zigzag --ranks 65 --out a.png": "Use --ranks 64 or fewer, or --json",
 }
@@ -243,3 +247,18 @@ def test_the_picture_is_of_what_the_config_runs(monkeypatch: pytest.MonkeyPatch)
 def test_more_ranks_than_can_be_read() -> None:
     with pytest.raises(ValueError, match=r"ring_degree=128 = 128 ranks.* Use smaller degrees"):
         draw_schedule(LongContextConfig(ring_degree=128), WORKLOAD)
+
+
+def test_what_waits_in_practice_is_at_least_what_is_unevenly_split(run: Run) -> None:
+    even, uneven = (
+        ask(run, "--plan", p, "--ranks", 8)["waiting_fraction"] for p in ("zigzag", "ring")
+    )
+    assert 0 < even < 0.1
+    assert uneven == pytest.approx(7 / 15, abs=0.05)
+
+
+def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("longctx_patch.cli.timeline.find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=r"draw_schedule: .*pip install longctx-patch\[draw\]"):
+        draw_schedule(LongContextConfig(ring_degree=4), WORKLOAD)

@@ -276,6 +276,7 @@ def test_a_number_of_processes_that_does_not_divide_is_refused(
     [
         ({"num_processes": 2}, None, "1"),
         ({"num_processes": 2, "use_cpu": True}, None, "4"),
+        ({"num_processes": 16, "use_cpu": True}, None, "1"),
         ({"num_processes": 2}, "3", "3"),
         ({"num_processes": 1}, None, None),
     ],

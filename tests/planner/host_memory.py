@@ -1,14 +1,15 @@
 """Host memory of processes that read their own rows of the weights.
 
 The checkpoint is made of holes: safetensors files with a header and no blocks on the disk, which
-read as zeros. Processes talk through gloo; FSDP2 shards layers and the rest, which stay on the
-host, as with `longctx patch --states-on-host`. Rank 0 samples all processes at once (smaps_rollup).
+read as zeros. Processes talk through gloo; FSDP2 shards layers and the rest. Shards stay on the
+host, as with `longctx patch --states-on-host`, or nowhere (on torch's meta device, in place of
+GPUs). Rank 0 samples all processes at once (smaps_rollup); bytes are those above what they had when
+the model was not made yet.
 """
 
 import gc
 import json
 import os
-import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -23,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from longctx_patch.plugin import load_sharded, unread_model
 
+KINDS = ("Pss", "Pss_Anon", "Pss_File", "Pss_Shmem")
 EVERY_S = 0.03
 
 
@@ -60,13 +62,18 @@ def _write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 @contextmanager
-def sampled(processes: list[int]) -> Iterator[list[int]]:
-    """The most bytes that `processes` held together above those at the start (one number)."""
-    start, done, most = _held(processes), threading.Event(), [0]
+def sampled(processes: list[int]) -> Iterator[dict[str, int]]:
+    """The most bytes that `processes` held together above those at the start, by kind."""
+    start, done = _held(processes), threading.Event()
+    most = dict.fromkeys(start, 0)
+
+    def note() -> None:
+        for kind, held in _held(processes).items():
+            most[kind] = max(most[kind], held - start[kind])
 
     def sample() -> None:
         while not done.wait(EVERY_S):
-            most[0] = max(most[0], _held(processes) - start)
+            note()
 
     sampler = threading.Thread(target=sample)
     sampler.start()
@@ -75,32 +82,40 @@ def sampled(processes: list[int]) -> Iterator[list[int]]:
     finally:
         done.set()
         sampler.join()
-        most[0] = max(most[0], _held(processes) - start)  # what stays
+        note()  # what stays
 
 
-def _held(processes: list[int]) -> int:
-    rollups = (Path(f"/proc/{process}/smaps_rollup").read_text() for process in processes)
-    return sum(1024 * int(re.findall(r"^Pss: +(\d+)", text, re.MULTILINE)[0]) for text in rollups)
+def _held(processes: list[int]) -> dict[str, int]:
+    held = dict.fromkeys(KINDS, 0)
+    for process in processes:
+        for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()[1:]:
+            kind, value = line.split()[:2]
+            if kind.removesuffix(":") in held:
+                held[kind.removesuffix(":")] += 1024 * int(value)
+    return held
 
 
-def read(rank: int, small: str, folder: str) -> int | None:
+def read(
+    rank: int, small: str, folder: str, dtype: torch.dtype, nowhere: bool
+) -> dict[str, int] | None:
     """What all processes held while they read, on rank 0. `small` is read before, for what is
     imported and copied at first use."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, os.getpid())
-    load(small)
+    device = torch.device("meta" if nowhere else "cpu")
+    load(small, dtype, device)
     gc.collect()
     dist.barrier()
     with sampled(everyone) if rank == 0 else nullcontext() as most:
         dist.barrier()
-        model = load(folder)
+        model = load(folder, dtype, device)
         dist.barrier()
     dist.barrier()  # the others' weights stay until all was sampled
     del model
-    return None if most is None else most[0]
+    return most
 
 
-def load(folder: str) -> Any:
+def load(folder: str, dtype: torch.dtype, device: torch.device) -> Any:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
     def shard(model: Any) -> None:
@@ -108,6 +123,6 @@ def load(folder: str) -> Any:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
 
-    model = unread_model(folder, dtype=torch.float32)
-    load_sharded(model, shard, torch.device("cpu"))
+    model = unread_model(folder, dtype=dtype)
+    load_sharded(model, shard, device)
     return model

@@ -188,3 +188,19 @@ def test_wide_heads_have_the_rates_of_the_kernel_that_takes_them() -> None:
         ]
         assert seconds[1] / seconds[0] == pytest.approx(ratio, rel=0.01)
     assert MACHINES["a100"].kernels.of(256) is MACHINES["a100"].kernels
+
+
+def test_uneven_heads_idle() -> None:
+    """10 heads over 4 ranks: two have 3 and two have 2, so a sixth of the time is idle."""
+    workload = Workload(num_tokens=8192, num_heads=10, num_kv_heads=10)
+    found = predict(setting("zigzag", ulysses=4), FORWARD, workload, H200)
+    assert found.idle_fraction == pytest.approx(1 - 10 / 12)
+
+
+def test_the_timeline_covers_every_rank_of_a_product() -> None:
+    found = predict(
+        setting("zigzag", ranks=8, ulysses=2), FORWARD, WORKLOAD, H200, with_timeline=True
+    )
+    assert {span.rank for span in found.timeline} == set(range(8))
+    assert max(span.stop_s for span in found.timeline) <= found.makespan_s * (1 + 1e-9)
+    assert {"ALL_TO_ALL", "KV", "Q0 x KV0"} <= {span.label for span in found.timeline}

@@ -1,11 +1,15 @@
 """The degrees that the cost model takes are those that were fastest on 4 H200."""
 
+from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from longctx_patch.config import LongContextConfig
-from longctx_patch.planner.attention_cost import Workload
+from longctx_patch.planner import compare, degrees, step_time
+from longctx_patch.planner.attention_cost import Prediction, Workload, predict
 from longctx_patch.planner.degrees import (
     TIE,
     Cost,
@@ -16,7 +20,11 @@ from longctx_patch.planner.degrees import (
     preferred,
 )
 from longctx_patch.planner.machines import MACHINES
+from longctx_patch.planner.search import search
+from longctx_patch.plans import Direction
+from longctx_patch.plans.generators.setting import Setting
 from longctx_patch.sequence.documents import Documents
+from tests.planner.jobs import llama_job
 from tests.planner.test_attention_cost import H200, WORKLOAD, masked
 
 ULYSSES, RING = Way(4, 1), Way(1, 4)
@@ -111,3 +119,23 @@ def test_typical_documents() -> None:
     assert Documents.typical(100, 4096) == Documents.one(100)
     assert sum(Documents.typical(10, 1).lengths) == 10
     assert costs_of_ways({replace(WORKLOAD, lengths=row.lengths): 1}, MACHINES["a100"], 2)
+
+
+@pytest.mark.parametrize("way", [Way(4, 1), Way(2, 2), Way(1, 4)])
+def test_the_fastest_degrees_are_taken_in_every_table(way: Way) -> None:
+    """Predictions are made up so that each way in turn is the fastest."""
+
+    def believed(setting: Setting, direction: Direction, *others: Any) -> Prediction:
+        degrees = (setting.ulysses_degree, setting.ring_degree)
+        seconds = 1.0 if degrees in ((1, 1), way[:2]) else 2.0
+        return replace(predict(setting, direction, *others), makespan_s=seconds)
+
+    workload = Workload(num_tokens=64, num_heads=8, num_kv_heads=8, head_dim=8)
+    with ExitStack() as stack:
+        for module in (compare, degrees, step_time):
+            stack.enter_context(patch.object(module, "predict", believed))
+        assert best_way({workload: 1}, H200, 4) == way
+        rows = compare.compare(workload, H200, 4).rows
+        assert {r.prediction.ulysses_degree for r in rows if r.chosen} == {way.ulysses}
+        found = [result.candidate for result in search(llama_job("4xH200", 2**15))]
+        assert {c.ulysses for c in found if c.sequence_degree == 4} == {way.ulysses}

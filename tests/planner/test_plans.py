@@ -76,3 +76,10 @@ def test_the_rule_is_as_fast_as_what_is_predicted_fastest(
         }
         taken = decide(config, workload).plan_of(direction)
         assert seconds[taken] <= 1.01 * min(seconds.values()), (rank_tokens, direction, seconds)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+def test_auto_chooses_among_the_plans_of_the_layout(layout: str) -> None:
+    found = decide(LongContextConfig(ring_degree=4, layout=layout), WORKLOAD)  # type: ignore[arg-type]
+    assert found.layout == layout
+    assert all(layout in PLANS[found.plan_of(direction)].layouts for direction in Direction)

@@ -163,3 +163,9 @@ def test_a_stage_of_many_ranks_takes_as_many_calls_as_one_of_few(plan: str) -> N
         return count_calls(lambda: played(schedule, MACHINES["h100"])) / num_ranks
 
     assert calls_per_rank(256) < 1.2 * calls_per_rank(64) < 2000
+
+
+def test_free_links_expose_nothing() -> None:
+    for plan in PLANS:
+        found = played(named(plan, BACKWARD, 8), MACHINES["h100"].with_free_links())
+        assert found.exposed_communication_s == 0

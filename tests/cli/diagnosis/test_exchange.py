@@ -1,7 +1,10 @@
 """Real exchanges between two processes: right, wrong, hanging and failing ones."""
 
 import time
+from functools import partial
 from typing import Any
+
+import torch
 
 from longctx_patch.cli.diagnosis import exchange as module
 from longctx_patch.cli.diagnosis.exchange import check_exchange, exchange
@@ -72,3 +75,10 @@ def test_each_gpu_has_a_process_and_the_slowest_rank_counts() -> None:
         "4 processes, nccl: numbers are right; GB/s: ring 37",
         figures={"ring_gb_per_s": 37.0},
     )
+
+
+def test_patterns_differ_by_position_source_and_target() -> None:
+    pattern = partial(module._pattern, 500, device=torch.device("cpu"))
+    first = pattern(1, 2)
+    for other in (pattern(2, 2), pattern(1, 3), pattern(2, 1), first.roll(1)):
+        assert bool((first != other).any())

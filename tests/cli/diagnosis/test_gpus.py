@@ -137,3 +137,10 @@ def test_a_gpu_that_has_failed_is_a_problem_and_no_traceback(
     found = read_gpus()
     assert (found.seen, found.driver) == ((), None)
     assert found.torch_problem == "CUDA error: uncorrectable ECC error encountered"
+
+
+def test_good_gpus() -> None:
+    states = [check(GOOD).state for check in (check_torch, check_gpus, check_links)]
+    assert states == ["ok"] * 3
+    assert check_gpus(GOOD).found == "2 x NVIDIA H200, 140 GiB, compute capability 9.0"
+    assert check_links(GOOD).found == "NV18 between 2 GPUs, all with peer access"

@@ -35,3 +35,15 @@ def test_sources_that_are_not_installed() -> None:
         "failed",
         "in the clone: pip install -e .",
     )
+
+
+def test_good_versions() -> None:
+    check = check_packages(GOOD)
+    assert check.found == (
+        "torch 2.13.0+cpu, transformers 5.24.0, accelerate 1.15.0, peft 0.21.2 and 1 others"
+    )
+
+
+def test_a_version_that_is_too_new() -> None:
+    check = check_packages(replace(GOOD, versions={**GOOD.versions, "transformers": "6.0.0"}))
+    assert (check.state, check.fix) == ("failed", 'pip install "transformers<6,>=5.17"')
