@@ -1,34 +1,29 @@
-"""A job of a recipe, started as `longctx train` starts it, with a fault planted in it or none.
-
-The launcher is forked from a server that has imported everything, so that a trial takes seconds.
-"""
+"""A job of a recipe, started as `longctx train` starts it, with a fault planted in it or none."""
 
 import gc
 import hashlib
 import json
-import multiprocessing as mp
 import os
 import sys
 import time
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 import yaml
 
+import longctx_patch.recipes.dpo  # launchers are forked with what is imported here
+import longctx_patch.recipes.finetune
+import longctx_patch.recipes.sft  # noqa: F401
+from longctx_patch.cli.train import FLAGS, start
 from longctx_patch.recipes.metrics import read_metrics
+from longctx_patch.recipes.yaml_file import read_yaml
+from tests.faults import plain_trainer
 from tests.faults.plant import SAVE_EVERY, STEPS, STRUCK_FILE, Fault, plant
+from tests.launching import start_forked
 from tests.tiny_llama import TINY_LLAMA
 
-SLOW_TO_LOAD = [
-    *("longctx_patch.cli.train", "longctx_patch.recipes.finetune", "accelerate.commands.launch"),
-    *("longctx_patch.recipes.sft", "trl.trainer.sft_trainer"),
-    *("longctx_patch.recipes.dpo", "trl.trainer.dpo_trainer"),
-    *("transformers.models.llama.modeling_llama", "peft", "tests.faults.plant"),
-    "tests.faults.plain_trainer",
-]
 NUMBERS = ("step", "loss", "grad_norm", "learning_rate")
 Recipe = Literal["finetune", "sft", "dpo", "trainer"]
 """The last one is no recipe: a script of a user's, `plain_trainer.py`."""
@@ -92,28 +87,16 @@ def run_job(folder: Path, options: list[str], fault: Fault | None, limit_s: floa
 
 def start_job(folder: Path, log: Path, options: list[str], fault: Fault | None) -> Any:
     """The process of a launcher that was started, which says everything into `log`."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(SLOW_TO_LOAD)
     log.unlink(missing_ok=True)
-    launcher = context.Process(target=_launch, args=(folder, log, options, fault))
-    launcher.start()
-    return launcher
+    return start_forked(_launch, log, folder, options, fault)
 
 
-def _launch(folder: Path, log: Path, options: list[str], fault: Fault | None) -> None:
-    """In a forked process: say everything into a file, plant the fault, and launch."""
-    with log.open("w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    os.setsid()  # by which its processes are found
+def _launch(folder: Path, options: list[str], fault: Fault | None) -> None:
+    """In a forked process of its own session, by which its processes are found."""
     gc.freeze()  # as `longctx train` does: else each process copies what it looks at in its end
-    os.environ["OMP_NUM_THREADS"] = "1"
     os.chdir(folder)
-    from longctx_patch.cli.train import FLAGS, start
-    from longctx_patch.recipes.yaml_file import read_yaml
-
     # Where the job's processes look for what they run.
-    sys.modules["longctx_patch.recipes.trainer"] = import_module("tests.faults.plain_trainer")
+    sys.modules["longctx_patch.recipes.trainer"] = plain_trainer
     flags = FLAGS | {"trainer": "--settings"}
     if fault is not None:
         plant(fault)
@@ -121,10 +104,7 @@ def _launch(folder: Path, log: Path, options: list[str], fault: Fault | None) ->
         folder / f"{recipe}.yaml" for recipe in flags if (folder / f"{recipe}.yaml").exists()
     )
     given = [flags[settings.stem], str(settings), *options]
-    try:
-        start(read_yaml(folder / "accelerate.yaml"), settings.stem, given, forks=True)
-    finally:
-        sys.stdout.flush()
+    start(read_yaml(folder / "accelerate.yaml"), settings.stem, given, forks=True)
 
 
 def _outliving(session: int | None, patience_s: float) -> list[psutil.Process]:

@@ -1,6 +1,7 @@
 """A tiny byte-level Llama's config and a text, written for each test."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,15 +42,29 @@ def text_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(config_file: Path, text_file: Path, tmp_path: Path) -> Start:
-    """A function that runs the recipe with these flags, and returns its output."""
+    """A function that runs the recipe with these flags and settings, and returns its output."""
 
-    def started(*flags: str, folder: str = "out") -> Path:
-        pairs = {"model": config_file, "text": text_file, "output": tmp_path / folder}
-        given = [word for name, value in pairs.items() for word in (f"--{name}", str(value))]
-        finetune.main([*given, "--seq-len", "64", "--max-steps", "5", *flags])
+    def started(*flags: str, folder: str = "out", **changes: Any) -> Path:
+        places = {"model": config_file, "text": text_file, "output": tmp_path / folder}
+        values = places | {"seq_len": 64, "max_steps": 5} | changes
+        finetune.main([*flags_of(**values), *flags])
         return tmp_path / folder
 
     return started
+
+
+def flags_of(**values: Any) -> list[str]:
+    """The flags of settings."""
+    pairs = ((f"--{name.replace('_', '-')}", str(value)) for name, value in values.items())
+    return [word for pair in pairs for word in pair]
+
+
+def lines_to_load(final: Path) -> dict[str, Any]:
+    """The names that the lines of code in a model's README.md leave behind."""
+    code = "\n".join(re.findall("^    (.*)$", (final / "README.md").read_text(), re.MULTILINE))
+    names: dict[str, Any] = {}
+    exec(code, names)
+    return names
 
 
 def numbers(output: Path) -> list[list[Any]]:

@@ -5,6 +5,7 @@ import pickle
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,51 +13,31 @@ import torch
 
 from longctx_patch.checkpoints.manifest import MANIFEST, names_in, seal
 from longctx_patch.checkpoints.series import Series, newest_good, steps_of
-from longctx_patch.recipes import finetune
 from longctx_patch.rules.together import own_rank
 from tests.harness import run_distributed
+from tests.recipes.conftest import Start
 
 RANDOM = random.Random(22)
 
 
-def cut(path: Path) -> None:
-    content = path.read_bytes()
-    path.write_bytes(content[: RANDOM.randrange(len(content))])
+def flip(content: bytes) -> bytes:
+    changed = bytearray(content)
+    changed[RANDOM.randrange(len(content))] ^= 1 << RANDOM.randrange(8)
+    return bytes(changed)
 
 
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[RANDOM.randrange(len(content))] ^= 1 << RANDOM.randrange(8)
-    path.write_bytes(content)
-
-
-def grow(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b"\n")
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def blank(path: Path) -> None:
-    """Zeros in place of the second half, as a disk that lost power leaves them."""
-    content = path.read_bytes()
-    path.write_bytes(content[: len(content) // 2] + bytes(len(content) - len(content) // 2))
-
-
-WAYS: list[Callable[[Path], None]] = [grow, empty, blank, Path.unlink, *[cut, flip] * 6]
-
-
-def arguments(config_file: Path, text_file: Path, output: Path, *more: str) -> list[str]:
-    pairs = {"model": config_file, "text": text_file, "seq-len": 64, "output": output}
-    given = [word for name, value in pairs.items() for word in (f"--{name}", str(value))]
-    return [*given, "--max-steps", "4", "--save-every", "2", "--lora-dropout", "0.1", *more]
+WAYS: list[Callable[[bytes], bytes]] = [
+    lambda content: content + b"\n",
+    lambda _: b"",
+    # Zeros in place of the second half, as a disk that lost power leaves them.
+    lambda content: content[: len(content) // 2] + bytes(len(content) - len(content) // 2),
+    *[lambda content: content[: RANDOM.randrange(len(content))], flip] * 6,
+]
 
 
 @pytest.fixture
-def output(config_file: Path, text_file: Path, tmp_path: Path) -> Path:
-    finetune.main(arguments(config_file, text_file, tmp_path / "out"))
-    return tmp_path / "out"
+def output(start: Start) -> Path:
+    return start(max_steps=4, save_every=2, lora_dropout=0.1)
 
 
 def damaged(output: Path) -> Iterator[tuple[Series, str]]:
@@ -64,19 +45,17 @@ def damaged(output: Path) -> Iterator[tuple[Series, str]]:
     series = steps_of(output)
     newest, whole = series.path_of(4), output / "whole"
     shutil.copytree(newest, whole)
-    for name in [*names_in(whole), MANIFEST]:
-        for way in WAYS:
-            for left in series.folder.glob("step_000004*"):
-                shutil.rmtree(left)
-            shutil.copytree(whole, newest, copy_function=os.link)
-            (newest / name).unlink()
-            shutil.copyfile(whole / name, newest / name)
-            way(newest / name)
-            if (
-                not (newest / name).exists()
-                or (newest / name).read_bytes() != (whole / name).read_bytes()
-            ):
-                yield series, name
+    for name, way in product([*names_in(whole), MANIFEST], [None, *WAYS]):
+        for left in series.folder.glob("step_000004*"):
+            shutil.rmtree(left)
+        shutil.copytree(whole, newest, copy_function=os.link)
+        (newest / name).unlink()
+        content = (whole / name).read_bytes()
+        if way is None:  # it is gone
+            yield series, name
+        elif (spoilt := way(content)) != content:
+            (newest / name).write_bytes(spoilt)
+            yield series, name
 
 
 def test_every_damage_of_every_file_is_named_and_the_one_before_is_taken(
@@ -111,7 +90,8 @@ def of_two_ranks(rank: int, folder: str) -> list[str]:
         (path / f"random_{own_rank()}.safetensors").write_bytes(bytes([rank]) * 99)
         seal(path)
     if rank == 1:
-        flip(series.path_of(2) / "random_1.safetensors")
+        file = series.path_of(2) / "random_1.safetensors"
+        file.write_bytes(flip(file.read_bytes()))
     torch.distributed.barrier()
     said: list[str] = []
     assert newest_good(series, said.append) == series.path_of(1)

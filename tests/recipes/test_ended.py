@@ -13,7 +13,7 @@ from tests.recipes.conftest import Start
 
 @pytest.fixture
 def start(start: Start) -> Start:
-    return partial(start, *("--max-steps", "2", "--scheduler", "constant", "--resume", "auto"))
+    return partial(start, max_steps=2, scheduler="constant", resume="auto")
 
 
 def state_of(output: Path) -> dict[str, int]:

@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +21,14 @@ from longctx_patch.recipes.launch import one_message
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.settings import parse_settings
 from tests.checkpoints.test_disk import full_disk
-from tests.recipes.conftest import Start, numbers
+from tests.recipes.conftest import Start, flags_of, numbers
 from tests.tiny_llama import TINY_LLAMA
 
 
 def test_one_command_starts_goes_on_and_ends(
     start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ("--resume", "auto", "--save-every", "1", "--keep-last", "2", "--keep-every", "2")
+    command = flags_of(resume="auto", save_every=1, keep_last=2, keep_every=2)
     output = start(*command)
     assert "resume: starting from the first step" in capsys.readouterr().out
     series, whole = steps_of(output), numbers(output)
@@ -96,30 +98,18 @@ def test_checkpoints_of_older_versions_are_not_trained_over(start: Start) -> Non
     assert sorted(output.rglob("*")) == files
 
 
-def test_auto_never_begins_among_files_of_others(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.txt").write_text("mine")
-    with pytest.raises(ValueError, match="no run of this recipe has begun there"):
-        start("--resume", "auto")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.txt"]
-
-
-@pytest.mark.parametrize("below", ["", "deep/er"])
-@pytest.mark.parametrize("resume", ["no", "auto"])
-def test_a_place_where_no_folder_can_be_is_named(
-    below: str, resume: str, start: Start, tmp_path: Path
-) -> None:
+def test_a_place_where_no_folder_can_be_is_named(start: Start, tmp_path: Path) -> None:
     """It was an error of mkdir, with its trace."""
     link, file = tmp_path / "link", tmp_path / "file"
     link.symlink_to(tmp_path / "unmounted")
     file.write_text("mine")
+    before = {path for path in tmp_path.iterdir() if path.name != "cache"}
     for place, words in ((link, f"is a link to {tmp_path / 'unmounted'}"), (file, "is a file")):
-        with pytest.raises(ValueError, match=r"[gG]ive another output") as told:
-            start("--output", str(place / below), "--resume", resume)
-        assert f"{place} {words}" in str(told.value)
-    assert sorted(path.name for path in tmp_path.iterdir() if path != tmp_path / "cache") == [
-        *("file", "link", "text.txt", "tiny")
-    ]
+        for below, resume in product(("", "deep/er"), ("no", "auto")):
+            with pytest.raises(ValueError, match=r"[gG]ive another output") as told:
+                start(output=place / below, resume=resume)
+            assert f"{place} {words}" in str(told.value)
+    assert {path for path in tmp_path.iterdir() if path.name != "cache"} == before
 
 
 def test_a_place_that_takes_no_files_is_named(
@@ -130,17 +120,16 @@ def test_a_place_that_takes_no_files_is_named(
     there.mkdir()
     usual = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: path != there and usual(path, mode))
-    for place in (there, there / "deep/er"):
-        for resume in ("no", "auto"):
-            with pytest.raises(ValueError, match=f"{there} takes no files of this user"):
-                start("--output", str(place), "--resume", resume)
+    for place, resume in product((there, there / "deep/er"), ("no", "auto")):
+        with pytest.raises(ValueError, match=f"{there} takes no files of this user"):
+            start(output=place, resume=resume)
     assert not list(there.iterdir())
 
 
 def test_a_link_to_a_folder_is_one(start: Start, tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk")
-    start("--output", str(tmp_path / "link"), "--max-steps", "1")
+    start(output=tmp_path / "link", max_steps=1)
     assert (tmp_path / "disk/final/README.md").is_file()
 
 
@@ -178,64 +167,57 @@ def test_resume_in_words(words: list[str], line: str, found: str, tmp_path: Path
     assert parse_settings(["--settings", str(file), *words]).resume == found
 
 
-def test_other_words_are_refused(tmp_path: Path) -> None:
+def test_other_words_are_refused() -> None:
     with pytest.raises(ValueError, match=r"resume='aut'.*auto"):
         resume_name("aut")
 
 
 def test_a_run_ends_with_one_message_and_goes_on(
-    config_file: Path, text_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    start: Start, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The disk of its second checkpoint is full: nothing is left of torch's writers' traces."""
-    command = [f"--model={config_file}", f"--text={text_file}", "--seq-len=64", "--max-steps=4"]
-    command += ["--full", "--save-every=2", "--scheduler=constant"]
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    finetune.main([*command, f"--output={whole}"])
-    finetune.main([*command, "--max-steps=2", f"--output={out}"])
+    run = partial(start, "--full", save_every=2, scheduler="constant", max_steps=4)
+    whole, out = run(folder="whole"), run(max_steps=2)
     capfd.readouterr()
-    go_on = [*command, f"--output={out}", "--resume"]
     with full_disk(), pytest.raises(SystemExit) as ended, one_message("finetune"):
-        finetune.main(go_on)
+        run("--resume")
     assert ended.value.code == 1
     said = capfd.readouterr().err
     assert said.count("could not write") == 1
     assert "Traceback" not in said
     assert f"{out / 'checkpoints/step_000002'} is whole" in said
-    finetune.main(go_on)
-    losses = [[line["loss"] for line in read_metrics(folder)] for folder in (out, whole)]
-    assert losses[0] == losses[1]
-    assert len(losses[0]) == 4
+    run("--resume")
+    assert numbers(out) == numbers(whole)
+    assert len(numbers(out)) == 4
 
 
 def test_a_run_that_is_ended_while_it_writes_its_model_writes_it_anew(
-    config_file: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It left half a model in final/, and a README of another."""
-    command = [f"--model={config_file}", f"--text={text_file}", "--seq-len=64", "--max-steps=2"]
-    command += ["--save-every=2", "--resume=auto", "--full"]
-    finetune.main([*command, f"--output={tmp_path / 'whole'}"])
+    run = partial(start, "--full", save_every=2, max_steps=2, resume="auto")
+    whole, out = run(folder="whole") / "final", tmp_path / "out"
 
     def dies(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    out = tmp_path / "out"
     with monkeypatch.context() as patched:
         patched.setattr(exporting, "write_card", dies)
         with pytest.raises(CantWriteError, match="No space"):
-            finetune.main([*command, f"--output={out}"])
+            run()
     assert (out / "final.incomplete/model.safetensors").is_file()
     assert not (out / "final").exists()
-    finetune.main([*command, f"--output={out}"])
+    run()
     assert not (out / "final.incomplete").exists()
-    whole = sorted(path.name for path in (tmp_path / "whole/final").iterdir())
-    assert sorted(path.name for path in (out / "final").iterdir()) == whole
-    weights = Path("final/model.safetensors")
-    assert (out / weights).read_bytes() == (tmp_path / "whole" / weights).read_bytes()
+    names = [sorted(path.name for path in folder.iterdir()) for folder in (whole, out / "final")]
+    assert names[0] == names[1]
+    weights = [folder / "model.safetensors" for folder in (whole, out / "final")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
     assert f'from_pretrained("{out / "final"}")' in (out / "final/README.md").read_text()
 
 
 def test_what_changes_between_a_stop_and_its_resumption_is_refused(
-    tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, config = tmp_path / "base", LlamaConfig(**TINY_LLAMA)
 
@@ -254,10 +236,9 @@ def test_what_changes_between_a_stop_and_its_resumption_is_refused(
         text_file.write_text(text_file.read_text().replace("12 times", "13 times"))
 
     save_weights(0)
-    command = [f"--model={model}", "--tokenizer=bytes", f"--text={text_file}", "--seq-len=64"]
-    command += [f"--output={tmp_path / 'out'}", "--save-every=2", "--max-steps=3"]
-    finetune.main(command)
-    finetune.main([*command, "--resume"])
+    run = partial(start, model=model, tokenizer="bytes", save_every=2, max_steps=3)
+    run()
+    run("--resume")
     names = list[str]()
     for change, name, words in (
         (lambda: save_weights(1), "weights", r"weights.model.safetensors is '.* bytes, sample"),
@@ -267,10 +248,10 @@ def test_what_changes_between_a_stop_and_its_resumption_is_refused(
     ):
         change()
         with pytest.raises(ValueError, match=words) as refused:
-            finetune.main([*command, "--resume", *names])
+            run("--resume", *names)
         assert f"--allow-change {name}" in str(refused.value)
         names += ["--allow-change", name] if not names else [name]
-    finetune.main([*command, "--resume", *names])
+    run("--resume", *names)
 
 
 def test_groups_of_attention_are_no_other_world() -> None:

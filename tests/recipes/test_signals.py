@@ -5,6 +5,7 @@ import select
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from longctx_patch.recipes import finetune
 from longctx_patch.recipes.metrics import read_metrics
 from tests.harness import run_distributed
 from tests.launching import start_forked, start_longctx
-from tests.recipes.conftest import numbers
+from tests.recipes.conftest import Start, numbers
 
 
 def test_a_signal_leaves_a_note_and_handlers_come_back() -> None:
@@ -79,14 +80,10 @@ def test_ranks_agree_at_the_end_of_the_same_step() -> None:
 
 
 def test_a_run_saves_and_ends_after_the_step(
-    config_file: Path,
-    text_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = [f"--model={config_file}", f"--text={text_file}", "--seq-len=64", "--max-steps=4"]
-    finetune.main([*command, f"--output={tmp_path / 'whole'}"])
+    run = partial(start, max_steps=4)
+    whole = run(folder="whole")
     train_step = finetune.train_step
 
     def signalled(accelerator: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -95,35 +92,30 @@ def test_a_run_saves_and_ends_after_the_step(
         return train_step(accelerator, state, *args, **kwargs)
 
     monkeypatch.setattr(finetune, "train_step", signalled)
-    output = tmp_path / "out"
     with pytest.raises(SystemExit) as ended:
-        finetune.main([*command, f"--output={output}", "--resume", "auto"])
+        run(resume="auto")
+    output = whole.with_name("out")
     assert ended.value.code == 128 + signal.SIGTERM
     assert [each.step for each in steps_of(output).complete()] == [2]
     assert "stopped by SIGTERM after step 2" in capsys.readouterr().out
     assert not (output / "final").exists()
-    finetune.main([*command, f"--output={output}", "--resume", "auto"])
-    assert numbers(output) == numbers(tmp_path / "whole")
+    run(resume="auto")
+    assert numbers(output) == numbers(whole)
     assert [each.step for each in steps_of(output).complete()] == [2, 4]
     weights = Path("final/adapter_model.safetensors")
-    assert (output / weights).read_bytes() == (tmp_path / "whole" / weights).read_bytes()
+    assert (output / weights).read_bytes() == (whole / weights).read_bytes()
 
 
-def run_folder(folder: Path, num_processes: int, config_file: Path, text_file: Path) -> Path:
-    """A run folder for processes on the CPU; returns its output."""
+@pytest.fixture
+def output(config_file: Path, text_file: Path, tmp_path: Path) -> Path:
+    """That of a run folder for two processes on the CPU."""
+    folder = tmp_path / "a run"
     folder.mkdir()
-    settings = {
-        "model": str(config_file),
-        "text": str(text_file),
-        "seq_len": 64,
-        "ulysses": num_processes,
-        "output": str(folder / "training"),
-        "max_steps": 2000,
-        "scheduler": "constant",
-    }
+    settings = {"model": str(config_file), "text": str(text_file), "seq_len": 64, "ulysses": 2}
+    settings |= {"output": str(folder / "training"), "max_steps": 2000, "scheduler": "constant"}
     (folder / "finetune.yaml").write_text(yaml.safe_dump(settings))
     (folder / "accelerate.yaml").write_text(
-        accelerate_yaml(num_processes, num_processes, fsdp=False, cpu=True, mixed_precision="no")
+        accelerate_yaml(2, 2, fsdp=False, cpu=True, mixed_precision="no")
     )
     return folder / "training"
 
@@ -136,29 +128,28 @@ def wait_for_steps(output: Path, job: Any) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize(("num_processes", "number"), [(2, signal.SIGTERM), (1, signal.SIGUSR1)])
-def test_longctx_train_hands_signals_on(
-    num_processes: int, number: signal.Signals, config_file: Path, text_file: Path, tmp_path: Path
-) -> None:
+def test_longctx_train_hands_signals_on(output: Path, tmp_path: Path) -> None:
     """The launcher waits until the processes have saved, also one that was stopped, and ends with
     their code."""
-    output = run_folder(tmp_path / "a run", num_processes, config_file, text_file)
     job = start_longctx(tmp_path / "said", "train", output.parent, "--resume", "auto")
     try:
         wait_for_steps(output, job)
         launcher = psutil.Process(job.pid)
-        if num_processes > 1:
-            launcher.children()[1].suspend()
-        launcher.send_signal(number)
+        launcher.children()[1].suspend()
+        launcher.send_signal(signal.SIGTERM)
         job.join(100)
     finally:
         job.kill()
     said = (tmp_path / "said").read_text()
-    assert job.exitcode == 128 + number, said
+    assert job.exitcode == 128 + signal.SIGTERM, said
     assert "Traceback" not in said
+    check_saved(output)
+    assert said.count(f"stopped by SIGTERM after step {len(read_metrics(output))}") == 1
+
+
+def check_saved(output: Path) -> None:
     (saved,) = steps_of(output).complete()
     assert saved.step == len(read_metrics(output))
-    assert said.count(f"stopped by {number.name} after step {saved.step}") == 1
     assert not list(output.glob(".lock"))
 
 
@@ -170,12 +161,9 @@ def read_until(terminal: int, closing: threading.Event) -> None:
     os.close(terminal)
 
 
-def test_a_closed_terminal_saves_the_run(
-    config_file: Path, text_file: Path, tmp_path: Path
-) -> None:
+def test_a_closed_terminal_saves_the_run(output: Path) -> None:
     """The system sends SIGHUP to all processes, and the launcher hands it on as well. What they
     would print is an error by then."""
-    output = run_folder(tmp_path / "a run", 2, config_file, text_file)
     ours, theirs = os.openpty()
     job = start_longctx(Path(os.ttyname(theirs)), "train", output.parent)
     closing = threading.Event()
@@ -190,6 +178,4 @@ def test_a_closed_terminal_saves_the_run(
         assert job.exitcode == 129
     finally:
         job.kill()
-    (saved,) = steps_of(output).complete()
-    assert saved.step == len(read_metrics(output))
-    assert not list(output.glob(".lock"))
+    check_saved(output)

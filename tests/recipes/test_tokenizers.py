@@ -42,6 +42,14 @@ def test_a_broken_tokenizer_is_named(name: str, tmp_path: Path) -> None:
         models.load_tokenizer(given(tmp_path))
 
 
+def test_a_tokenizer_without_an_eos_token_is_refused(tmp_path: Path) -> None:
+    tokenizer = models.byte_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r'no eos token.*tokenizer_config.json \("eos_token"'):
+        models.load_tokenizer(given(tmp_path))
+
+
 def test_code_that_comes_with_a_tokenizer_is_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,12 +1,28 @@
 """A trainer over several ranks per sequence logs and learns what one process with the stock model
 does: every metric of 6 steps, over the ends of epochs, and of an evaluation, and every weight."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
-from tests.plugin.launched import run_launched
-from tests.trainer.trained import Case, Trained, complaints, sharded, train_all
+from accelerate.utils.launch import prepare_multi_gpu_env
+from transformers import TrainerCallback
+
+from longctx_patch.plugin import accelerate_yaml
+from tests.plugin.launched import run_launched, sharding_on_cpus
+from tests.plugin.sharded import has_part_of_gradient
+from tests.plugin.test_yaml import launch_arguments
+from tests.trainer.trained import (
+    Case,
+    Trained,
+    complaints,
+    make_trainer,
+    sharded,
+    train,
+    train_all,
+)
 
 ACCUMULATED = {"gradient_accumulation_steps": 3}
 ODD = 14
@@ -106,6 +122,55 @@ SHARDED = [
 """FSDP2 over replicas and the ranks of a row, and over these with copies beside them (HSDP)."""
 
 
+class Watch(TrainerCallback):
+    """Notes after each forward but a step's last one whether each parameter holds its rank's part
+    of the gradient, and only this."""
+
+    def __init__(self) -> None:
+        self.found: list[bool] = []
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        trained = [p for p in given["model"].parameters() if p.requires_grad]
+        self.found.append(all(has_part_of_gradient(parameter) for parameter in trained))
+
+
+class OfFour(NamedTuple):
+    """What a rank of four has."""
+
+    trained: list[Trained]
+    launched: Trained
+    """Of the first replicas, with the variables that a launch file sets in place of arguments."""
+    sharded: list[list[bool]]
+    """What is found of gradients between the forwards of a step, as it is and as it was asked."""
+
+
+def train_on_four(cases: list[Case], folder: str, exported: dict[str, str]) -> OfFour:
+    trained = train_all(cases, folder, True)
+    with patch.dict(os.environ, exported):
+        launched = train(REPLICAS[0], folder, True)
+    found = []
+    for asked in ({}, {"accelerator_config": DEFERRED}):
+        case = replace(SHARDED[0], arguments=ACCUMULATED | {"max_steps": 2} | asked)
+        watch = Watch()
+        with sharding_on_cpus():
+            make_trainer(case, folder, is_patched=True, callbacks=[watch]).train()
+        found.append(watch.found)
+    return OfFour(trained, launched, found)
+
+
+DEFERRED = {"gradient_accumulation_kwargs": {"sync_each_batch": False}}
+
+
+def exported_by_launcher(folder: Path) -> dict[str, str]:
+    """The variables of a launch file for two replicas of two ranks."""
+    file = folder / "launch.yaml"
+    file.write_text(accelerate_yaml(4, 2, fsdp=False, cpu=True, mixed_precision="no"))
+    exported = prepare_multi_gpu_env(launch_arguments(file, "--main_process_port", "0"))
+    assert exported["PARALLELISM_CONFIG_CP_SIZE"] == "2"
+    kinds = ("ACCELERATE_", "PARALLELISM_CONFIG_")
+    return {name: value for name, value in exported.items() if name.startswith(kinds)}
+
+
 def check(cases: list[Case], by_rank: list[list[Trained]], wanted: list[Trained]) -> None:
     for number, (case, one) in enumerate(zip(cases, wanted, strict=True)):
         for found in by_rank:
@@ -125,12 +190,14 @@ def test_four_ranks_train_as_one_and_as_two(tmp_path: Path) -> None:
     (one,) = run_launched(train_all, 1, alone, str(tmp_path), False)
     together = [*REPLICAS, *SHARDED]
     two, _ = run_launched(train_all, 2, together, str(tmp_path), False)
-    by_rank = run_launched(train_all, 4, [*FOUR, *together], str(tmp_path), True)
-    check([*FOUR, *together], by_rank, [one[0], *two])
-    wrong = complaints(
-        by_rank[0][1]._replace(logged=[], evaluated={}), one[1]._replace(logged=[], evaluated={})
-    )
-    assert not wrong, "\n".join(wrong)
+    exported = exported_by_launcher(tmp_path)
+    ranks = run_launched(train_on_four, 4, [*FOUR, *together], str(tmp_path), exported)
+    check([*FOUR, *together], [rank.trained for rank in ranks], [one[0], *two])
+    weights = [found._replace(logged=[], evaluated={}) for found in (ranks[0].trained[1], one[1])]
+    assert not complaints(*weights)
+    check([REPLICAS[0]], [[rank.launched] for rank in ranks], two[:1])
+    for rank in ranks:
+        assert rank.sharded == [[True] * 4, [False] * 4]
 
 
 def doubled(case: Case) -> Case:

@@ -1,8 +1,4 @@
-"""config.json has RoPE under its newer and older names, and transformers reads back what it wrote.
-
-`final/` of runs that trained every weight once had the newer names only: transformers 4 loaded a
-model that was trained with YaRN, and computed with its default RoPE, silently.
-"""
+"""config.json has RoPE under its newer and older names, and transformers reads back both."""
 
 import json
 from pathlib import Path
@@ -11,7 +7,6 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from longctx_patch.recipes import finetune
 from longctx_patch.recipes.exporting import write_config
 from tests.hf.tiny import tiny_config
 
@@ -52,15 +47,3 @@ def test_rope_per_kind_of_layer_has_no_older_name(tmp_path: Path) -> None:
     write_config(config, tmp_path)
     assert older_names(tmp_path) == {}
     assert AutoConfig.from_pretrained(tmp_path).rope_parameters == config.rope_parameters
-
-
-def test_a_run_writes_both(config_file: Path, text_file: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    options = [f"--model={config_file}", f"--text={text_file}", f"--output={out}", "--full"]
-    finetune.main([*options, "--rope=yarn", "--seq-len=256", "--max-steps=1", "--save-every=1"])
-    theta = json.loads(config_file.read_text()).get("rope_theta", 10000.0)
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-    for folder in (out / "final", out / "checkpoints/step_000001/model"):
-        assert older_names(folder) == {"rope_theta": theta, "rope_scaling": yarn}
-        loaded = AutoConfig.from_pretrained(folder)
-        assert loaded.rope_parameters == {"rope_theta": theta, **yarn}
