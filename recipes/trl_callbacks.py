@@ -1,8 +1,6 @@
-"""What runs beside a trainer: metrics.jsonl, the stages of its start, answers to sample prompts."""
+"""What runs beside a trainer: metrics.jsonl, and the stages of its start."""
 
-import json
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,6 @@ from longctx_patch.recipes.metrics import MetricsFile, peak_memory_bytes
 from longctx_patch.recipes.stages import Stages
 from longctx_patch.trainer.bad_steps import SKIPPED
 from longctx_patch.trainer.watching import SLOW_RANKS
-
-SAMPLES_FILE = "samples.jsonl"
 
 
 class MetricsCallback(TrainerCallback):
@@ -77,51 +73,3 @@ class StagesCallback(TrainerCallback):
         if self._stages is not None:
             self._stages.end(Path(args.output_dir))
             self._stages = None
-
-
-class SampleCallback(TrainerCallback):
-    """Answers prompts at each evaluation, greedily, and appends them to samples.jsonl.
-
-    All processes generate, since under FSDP2 each layer's weights are gathered from all of them;
-    the model is in evaluation mode, in which each runs whole rows by itself.
-    """
-
-    def __init__(self, tokenizer: Any, prompts: Sequence[str], num_tokens: int) -> None:
-        self._tokenizer, self._prompts, self._num_tokens = tokenizer, prompts, num_tokens
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        was_training = model.training
-        model.eval()
-        lines = [self._answer(model, prompt) for prompt in self._prompts]
-        model.train(was_training)
-        if state.is_world_process_zero:
-            with (Path(args.output_dir) / SAMPLES_FILE).open("a", encoding="utf-8") as file:
-                for prompt, answer in zip(self._prompts, lines, strict=True):
-                    line = {"step": state.global_step, "prompt": prompt, "answer": answer}
-                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
-
-    @torch.no_grad()
-    def _answer(self, model: Any, prompt: str) -> str:
-        ids = self._ids(prompt).to(next(model.parameters()).device)
-        out = model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=self._num_tokens,
-            do_sample=False,
-            pad_token_id=self._tokenizer.pad_token_id or self._tokenizer.eos_token_id,
-            synced_gpus=torch.distributed.is_initialized(),
-        )
-        answer: str = self._tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-        return answer
-
-    def _ids(self, prompt: str) -> torch.Tensor:
-        if self._tokenizer.chat_template is None:
-            return torch.tensor([self._tokenizer(prompt)["input_ids"]])
-        found = self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}],
-            add_generation_prompt=True,
-            return_dict=True,
-            return_tensors="pt",
-        )
-        ids: torch.Tensor = found["input_ids"]
-        return ids

@@ -45,7 +45,7 @@ from longctx_patch.recipes.run_record import (
 from longctx_patch.recipes.settings import DtypeName
 from longctx_patch.recipes.settings_file import file_and_flags
 from longctx_patch.recipes.stages import Stages, launched_at
-from longctx_patch.recipes.trl_callbacks import MetricsCallback, SampleCallback, StagesCallback
+from longctx_patch.recipes.trl_callbacks import MetricsCallback, StagesCallback
 from longctx_patch.recipes.trl_data import RunData, load_data, reading_of
 from longctx_patch.recipes.trl_identity import trl_fingerprint
 from longctx_patch.recipes.trl_memory import MemoryCallback, explained_run
@@ -245,7 +245,7 @@ def build(
         train_dataset=data.train,
         eval_dataset=data.evaluation,
         processing_class=tokenizer,
-        callbacks=callbacks(settings, args, tokenizer, run),
+        callbacks=callbacks(settings, args, run),
         long_context=settings.sequence_parallelism(),
         watchdog=watchdog,
         skip_bad_steps=settings.skip_bad_steps,
@@ -285,13 +285,9 @@ def load(settings: TrlSettings, config: Any, args: Any, *, sharded: bool = False
     return model
 
 
-def callbacks(
-    settings: TrlSettings, args: Any, tokenizer: Any, run: Mapping[str, Any]
-) -> list[Any]:
+def callbacks(settings: TrlSettings, args: Any, run: Mapping[str, Any]) -> list[Any]:
     """What runs beside the trainer. `run`: the fingerprint that its checkpoints get."""
     found: list[Any] = [MetricsCallback(args.world_size), RunFileCallback(run)]
     if settings.early_stopping:
         found.append(EarlyStoppingCallback(settings.early_stopping))
-    if settings.sample_prompts:
-        found.append(SampleCallback(tokenizer, settings.sample_prompts, settings.sample_tokens))
     return found

@@ -66,8 +66,6 @@ class TrlSettings(Parallelism, DataSettings, ModelSettings):
     early_stopping: int = setting(
         "stop after so many evaluations without a better one; 0: never", default=0
     )
-    sample_prompts: list[str] = setting("prompts answered at each evaluation", default=[])
-    sample_tokens: int = setting("most tokens of such an answer", default=64)
 
     def __post_init__(self) -> None:
         self._check_model()

@@ -7,6 +7,11 @@ GONE_SETTINGS: Mapping[str, str] = MappingProxyType(
     {
         "max_loss_spike": "A loss that jumps is no reason to skip a step. Clip gradients "
         "(max_grad_norm); skip_bad_steps skips steps that are not finite.",
+        **dict.fromkeys(
+            ("sample_prompts", "sample_tokens"),
+            "Answers to prompts can't be compared. eval_context_steps scores tasks instead, or add "
+            "TRL's LogCompletionsCallback in a script of your own. Leave it out.",
+        ),
         "ulysses_waves": "Heads are exchanged all at once: in parts they were 0 to 1 % faster at "
         "best, and slower in short rows. Leave it out.",
     }

@@ -19,7 +19,7 @@ from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.model_card import ADAPTER_FILE
 from longctx_patch.recipes.models import byte_tokenizer
 from longctx_patch.recipes.settings import parse_settings
-from tests.launching import run_module
+from tests.launching import run_longctx
 from tests.tiny_llama import TINY_LLAMA
 
 LENGTH = 512
@@ -69,8 +69,9 @@ def test_a_run_beside_its_base(run: Path, base: Path, text_file: Path, tmp_path:
     asked = ["eval", str(run), "--text", str(text_file), "--samples", "2"]  # on the CPU, as the run
     (tmp_path / "own.jsonl").write_text(json.dumps(QUESTION) + "\n")
     asked += ["--questions", str(tmp_path / "own.jsonl"), "--lengths", "320,512", "--json", "--out"]
-    two = run_module(tmp_path, "longctx_patch.cli.main", *asked, str(tmp_path / "two"))
-    assert '"format"' in two
+    code, said = run_longctx(tmp_path / "said", *asked, tmp_path / "two")
+    assert code == 0, said
+    assert '"format"' in said
     words = [*asked, str(tmp_path / "one"), "--num-processes", "1", "--dry-run"]
     assert CliRunner().invoke(longctx, words).exit_code == 0
     with warnings.catch_warnings():

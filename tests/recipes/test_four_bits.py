@@ -1,4 +1,7 @@
-"""An adapter over frozen 4-bit weights: exact over two ranks, a run of the recipe, and refusals."""
+"""An adapter over frozen 4-bit weights: a run of the recipe, and refusals.
+
+tests/trainer/test_exactness.py has two ranks against one.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -11,9 +14,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from longctx_patch.recipes import finetune, models
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.settings import Settings
-from tests.harness import run_distributed
-from tests.hf.tiny import gradients, token_rows
-from tests.memory.trained import Trained, assert_near, averaged
 from tests.tiny_llama import TINY_LLAMA
 
 pytest.importorskip("bitsandbytes")
@@ -34,46 +34,6 @@ def settings(folder: Path, **values: Any) -> Settings:
     given: dict[str, Any] = {"model": str(folder), "tokenizer": "bytes", "text": ["t"]}
     given |= {"seq_len": LENGTH, "load_in_4bit": True, "dtype": "bfloat16", "lora_rank": 4}
     return Settings(**{**given, "output": "out", **values})
-
-
-def adapted(folder: Path) -> Any:
-    """The model with an adapter of random factors, in float32 around its 4-bit weights, so that
-    errors stand out against another order of sums."""
-    run = settings(folder)
-    config = models.load_config(run)
-    model = AutoModelForCausalLM.from_pretrained(
-        folder,
-        config=config,
-        dtype=torch.float32,
-        quantization_config=models.four_bits(torch.float32),
-        device_map={"": torch.device("cpu")},
-    )
-    torch.manual_seed(1)
-    model = models.add_lora(model, run, run.seed)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
-    return model.train()
-
-
-def check_two_ranks(rank: int, folder: Path) -> None:
-    (row,) = token_rows(LENGTH, num_rows=1)
-    ids, model = torch.tensor([row["input_ids"]]), adapted(folder)
-    loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    wanted = {"loss": loss.detach(), **gradients(model)}
-    ways: tuple[dict[str, Any], ...] = (
-        {"ulysses_degree": 2, "checkpoint": "attention", "mlp_tiles": 3},
-        {"ring_degree": 2, "checkpoint": "offload", "attention_kept": 0.5},
-    )
-    for way in ways:
-        it = Trained(adapted(folder), length=LENGTH, rows=1, **way)
-        assert_near({name: averaged(x) for name, x in it.step().items()}, wanted, 1e-5)
-        it.handle.unpatch()
-
-
-def test_two_ranks_have_the_numbers_of_one(folder: Path) -> None:
-    run_distributed(check_two_ranks, 2, folder)
 
 
 def test_a_run_trains_goes_on_exactly_and_saves_the_adapter(folder: Path, text_file: Path) -> None:

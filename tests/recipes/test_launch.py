@@ -1,8 +1,6 @@
 """Processes as a launcher starts them against one process, and how they end."""
 
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
@@ -18,8 +16,9 @@ from longctx_patch.plugin import accelerate_yaml
 from longctx_patch.recipes import finetune
 from longctx_patch.recipes.launch import INTERRUPTED, one_message
 from longctx_patch.recipes.metrics import read_metrics
+from tests.launching import start_forked
 from tests.plugin.launched import run_launched
-from tests.recipes.conftest import write_documents
+from tests.recipes.conftest import flags_of, write_documents
 
 
 def finetune_and_listen(arguments: list[str]) -> str:
@@ -34,9 +33,9 @@ def test_two_replicas_of_two_ranks_train_as_one_process_and_resume(
 ) -> None:
     """This holds although replicas have unequal numbers of tokens and some shards have none."""
     text = write_documents(tmp_path, 3, 50, 17, 64, 31, 2, 40, 8, 59, 97)
-    flags = ["--model", str(config_file), "--text", str(text), "--rope"]
-    flags += ["yarn", "--one-document-per-row", "--seq-len", "97", "--max-steps", "4"]
-    flags += ["--gradient-accumulation-steps", "2", "--learning-rate", "1e-2", "--save-every", "2"]
+    flags = [*flags_of(model=config_file, text=text, rope="yarn"), "--one-document-per-row"]
+    flags += flags_of(seq_len=97, max_steps=4, gradient_accumulation_steps=2)
+    flags += flags_of(learning_rate=1e-2, save_every=2)
     finetune.main([*flags, "--batch-size", "2", "--output", str(tmp_path / "one")])
     four = [*flags, "--ulysses", "2", "--checkpoint", "attention", "--output", str(tmp_path / "4")]
     by_rank = run_launched(finetune_and_listen, 4, four)
@@ -98,19 +97,20 @@ def test_a_refusal_is_one_message_that_the_launcher_repeats(
         assert "traceback : finetune: no such file" in str(ChildFailedError("job", {0: shown}))
 
 
-def test_a_second_ctrl_c_is_no_traceback() -> None:
+def test_a_second_ctrl_c_is_no_traceback(tmp_path: Path) -> None:
     """It came while Python was ending, and printed what was going on there."""
-    program = """
-import atexit, os, signal
-from longctx_patch.recipes.launch import one_message
-atexit.register(lambda: signal.raise_signal(signal.SIGINT))
-with one_message("finetune"):
-    signal.raise_signal(signal.SIGINT)
-"""
-    words = [sys.executable, "-c", program]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == -signal.SIGINT
-    assert done.stderr == f"finetune: {INTERRUPTED}\n"
+    process = start_forked(interrupt_twice, tmp_path / "said")
+    process.join(60)
+    assert process.exitcode == -signal.SIGINT
+    assert (tmp_path / "said").read_text() == f"finetune: {INTERRUPTED}\n"
+
+
+def interrupt_twice() -> None:
+    try:
+        with one_message("finetune"):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.raise_signal(signal.SIGINT)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from longctx_patch.recipes.lengths import LengthStage, read_stages
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.models import byte_tokenizer
 from longctx_patch.recipes.settings import Settings, parse_settings
+from tests.recipes.conftest import flags_of
 from tests.tiny_llama import TINY_LLAMA
 
 GIVEN: dict[str, Any] = {"model": "m", "text": ["t"], "output": "o"}
@@ -82,9 +83,8 @@ def test_stages_that_cant_be(given: dict[str, Any], problem: str) -> None:
 
 @pytest.fixture
 def job(config_file: Path, text_file: Path, tmp_path: Path) -> list[str]:
-    pairs = {"model": config_file, "text": text_file, "output": tmp_path / "out"}
-    flags = [word for name, value in pairs.items() for word in (f"--{name}", str(value))]
-    return [*flags, "--full", "--stages", STAGES, "--learning-rate", "1e-2"]
+    flags = flags_of(model=config_file, text=text_file, output=tmp_path / "out")
+    return [*flags, "--full", *flags_of(stages=STAGES, learning_rate=1e-2)]
 
 
 def test_losses_and_rates_are_those_of_a_plain_loop(job: list[str], tmp_path: Path) -> None:

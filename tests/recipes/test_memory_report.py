@@ -1,7 +1,9 @@
 """The error of a run out of memory says what was predicted, what was used, what to change."""
 
+import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +14,10 @@ from transformers import LlamaConfig, MixtralConfig
 
 from longctx_patch.planner.job import parse_cluster
 from longctx_patch.recipes import finetune, memory_report, rehearsal
-from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.settings import Settings, parse_settings
 from tests.memory.live_bytes import LiveBytes
 from tests.planner.jobs import LLAMA_8B
+from tests.recipes.conftest import Start, numbers
 from tests.tiny_llama import TINY_LLAMA
 
 import tests.benchmarks  # puts the scripts' folder on the path  # noqa: F401  # isort: skip
@@ -113,20 +115,16 @@ def test_what_is_not_predicted_is_said_with_what_to_change() -> None:
     assert "Nothing was predicted: pairs aren't. To change: --checkpoint offload" in said
 
 
-def small_run(folder: Path) -> list[str]:
-    """Arguments of the recipe, for a model of four layers."""
-    config = LlamaConfig(**TINY_LLAMA | {"num_hidden_layers": 4})
-    config.save_pretrained(folder / "model")
-    (folder / "text.txt").write_text("some words " * 40)
-    options = f"--model {folder}/model/config.json --text {folder}/text.txt --seq-len 32 --full"
-    options += f" --output {folder}/out --max-steps 2 --tokenizer bytes --learning-rate 1e-3"
-    options += " --scheduler constant"
-    return options.split()
+@pytest.fixture
+def run(start: Start, config_file: Path) -> Start:
+    """A run of a model of four layers."""
+    config_file.write_text(json.dumps(TINY_LLAMA | {"num_hidden_layers": 4}))
+    return partial(start, "--full", seq_len=32, max_steps=2, scheduler="constant")
 
 
-def test_the_recipe_rehearses_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_recipe_rehearses_a_step(monkeypatch: pytest.MonkeyPatch, run: Start) -> None:
     """A run with a rehearsal has the losses of a run without."""
-    found, losses, told = [], {}, []
+    found, told = [], []
     rehearse = rehearsal.preflight
 
     def metered(handle: Any, *given: Any, **options: Any) -> Any:
@@ -137,31 +135,18 @@ def test_the_recipe_rehearses_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         handle._checkpoints.find_meter = lambda _: None
         return found[-1]
 
-    for name, how in (("with", metered), ("without", rehearse)):
-        (tmp_path / name).mkdir()
-        monkeypatch.setattr(rehearsal, "preflight", how)
-        finetune.main([*small_run(tmp_path / name), "--save-every", "2"])
-        losses[name] = [line["loss"] for line in read_metrics(tmp_path / name / "out")]
-    (tmp_path / "skipped").mkdir()
     monkeypatch.setattr(rehearsal, "preflight", metered)
-    finetune.main([*small_run(tmp_path / "skipped"), "--skip-rehearsal"])
-    assert len(found) == 1
-    first = found[0]
-    assert first is not None
-    assert first.policy == "attention"
-    assert losses["with"] == losses["without"]
-    assert len(losses["with"]) == 2
-    more = ["--save-every", "2", "--max-steps", "3", "--resume"]
-    finetune.main([*small_run(tmp_path / "with"), *more])
-    assert [options["has_optimizer_states"] for options in told] == [False, True]
-    (tmp_path / "accumulated").mkdir()
-    finetune.main([*small_run(tmp_path / "accumulated"), "--gradient-accumulation-steps", "2"])
+    with_one, without = run(save_every=2), run("--skip-rehearsal", folder="without")
+    assert numbers(with_one) == numbers(without)
+    run("--resume", save_every=2, max_steps=3)
+    run(folder="accumulated", gradient_accumulation_steps=2)
+    assert [options["has_optimizer_states"] for options in told] == [False, True, False]
     assert [options["num_forwards"] for options in told] == [1, 1, 2]
-    assert found[2] is not None
-    assert found[2].expected_bytes > first.expected_bytes
+    assert found[0].policy == "attention"
+    assert found[2].expected_bytes > found[0].expected_bytes
 
 
-def test_the_recipe_raises_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_recipe_raises_it(monkeypatch: pytest.MonkeyPatch, run: Start) -> None:
     def full(*_: object, **__: object) -> Callable[[], None]:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
@@ -173,7 +158,7 @@ def test_the_recipe_raises_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setattr(finetune, "train_step", full)
     monkeypatch.setattr(memory_report, "out_of_memory", said)
     with pytest.raises(memory_report.OutOfMemory, match="Predicted"):
-        finetune.main(small_run(tmp_path))
+        run()
 
 
 def test_recurrent_layers_run_as_the_settings_say() -> None:

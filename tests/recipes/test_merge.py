@@ -1,9 +1,9 @@
 """Merging file by file gives peft's own merged model, in files that others load."""
 
+import ctypes
 import json
-import os
-import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +14,26 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from longctx_patch.cli.merge_command import render
-from longctx_patch.recipes import finetune
 from longctx_patch.recipes.merge import find_adapter, merge
 from longctx_patch.recipes.models import byte_tokenizer
 from tests.hf.tiny import VOCABULARY, tiny_config
+from tests.launching import start_forked
+from tests.recipes.conftest import Start
 
 IDS = torch.arange(120)[None] % VOCABULARY
+ALL: dict[str, Any] = {"target_modules": "all-linear"}
+V_PROJ: dict[str, Any] = {"target_modules": ["v_proj"]}
+PATTERNS = {"rank_pattern": {"down_proj": 3}, "alpha_pattern": {"q_proj": 5}}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "lora": ("llama", {"target_modules": "all-linear"}),
-    "rslora": ("llama", {"target_modules": "all-linear", "use_rslora": True}),
-    "patterns": (
-        "qwen3",
-        {
-            "target_modules": ["q_proj", "down_proj"],
-            "rank_pattern": {"down_proj": 3},
-            "alpha_pattern": {"q_proj": 5},
-        },
-    ),
-    "dora": ("llama", {"target_modules": "all-linear", "use_dora": True}),
-    "saved": ("llama", {"target_modules": ["v_proj"], "modules_to_save": ["lm_head", "norm"]}),
-    "tokens": ("llama", {"target_modules": ["v_proj"], "trainable_token_indices": [3, 5]}),
-    "whole": ("llama", {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens"]}),
+    "rslora": ("llama", ALL | {"use_rslora": True}),
+    "patterns": ("qwen3", {"target_modules": ["q_proj", "down_proj"], **PATTERNS}),
+    "dora": ("llama", ALL | {"use_dora": True}),
+    "saved": ("llama", V_PROJ | {"modules_to_save": ["lm_head", "norm"]}),
+    "tokens": ("llama", V_PROJ | {"trainable_token_indices": [3, 5]}),
+    "whole": ("llama", V_PROJ | {"modules_to_save": ["embed_tokens"]}),
     "embeddings": ("llama", {"target_modules": ["v_proj", "embed_tokens", "lm_head"]}),
-    "biases": ("qwen2", {"target_modules": ["v_proj"], "bias": "all"}),
-    "lora_bias": ("qwen2", {"target_modules": ["v_proj"], "lora_bias": True}),
+    "biases": ("qwen2", V_PROJ | {"bias": "all"}),
+    "lora_bias": ("qwen2", V_PROJ | {"lora_bias": True}),
     "experts": ("qwen3_moe", {"target_modules": ["q_proj", "o_proj"]}),
 }
 
@@ -109,9 +105,8 @@ def test_weights_and_logits_are_those_of_peft(case: str, tmp_path: Path) -> None
     ],
 )
 def test_tied_embeddings_change_in_both(options: dict[str, Any], tmp_path: Path) -> None:
-    options = {"target_modules": ["v_proj"]} | options
     base = make_base(tmp_path / "base", tie_word_embeddings=True)
-    adapter = make_adapter(tmp_path / "adapter", base, **options)
+    adapter = make_adapter(tmp_path / "adapter", base, **V_PROJ, **options)
     merge(adapter, tmp_path / "out")
     unmerged = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(adapter))
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -120,7 +115,7 @@ def test_tied_embeddings_change_in_both(options: dict[str, Any], tmp_path: Path)
 
 def test_sums_in_bfloat16_are_made_in_float32_and_rounded_once(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", dtype=torch.bfloat16)
-    adapter = make_adapter(tmp_path / "adapter", base, target_modules="all-linear")
+    adapter = make_adapter(tmp_path / "adapter", base, **ALL)
     merge(adapter, tmp_path / "out")
     merge(adapter, tmp_path / "float32", dtype=torch.float32)
     exact = merged_by_peft(base, adapter, dtype=torch.float32).state_dict()
@@ -139,7 +134,7 @@ def test_sums_in_bfloat16_are_made_in_float32_and_rounded_once(tmp_path: Path) -
 def test_a_run_keeps_its_rope_length_tokenizer_and_chat_template(tmp_path: Path) -> None:
     """What vLLM reads: RoPE under its new and old names, generation's config, the template."""
     base = make_base(tmp_path / "base")
-    adapter = make_adapter(tmp_path / "training/final", base, target_modules=["v_proj"])
+    adapter = make_adapter(tmp_path / "training/final", base, **V_PROJ)
     config = AutoConfig.from_pretrained(base)
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
     config.rope_parameters = {"rope_theta": 10000.0, **yarn}
@@ -170,13 +165,11 @@ def test_a_run_keeps_its_rope_length_tokenizer_and_chat_template(tmp_path: Path)
 
 
 def test_another_base_of_the_same_shapes_is_refused_unless_it_is_named(
-    tmp_path: Path, text_file: Path
+    start: Start, tmp_path: Path
 ) -> None:
     """A base that was trained on at its place: both the final adapter and a checkpoint's know."""
     base = make_base(tmp_path / "base", vocab_size=258)
-    run, numbers = tmp_path / "run", ("--seq-len", "64", "--max-steps", "1", "--save-every", "1")
-    places = ("--model", str(base), "--text", str(text_file), "--output", str(run))
-    finetune.main([*places, *numbers])
+    run = start(model=base, max_steps=1, save_every=1)
     adapters = (run / "final", run / "checkpoints/step_000001/model")
     whole = [merge(each, tmp_path / f"out{n}").num_changed for n, each in enumerate(adapters)]
     assert whole[0] == whole[1] > 0
@@ -195,7 +188,7 @@ def test_another_base_of_the_same_shapes_is_refused_unless_it_is_named(
 
 def test_an_adapter_over_4_bits_goes_into_the_weights_before_rounding(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base")
-    adapter = make_adapter(tmp_path / "adapter", base, target_modules=["v_proj"])
+    adapter = make_adapter(tmp_path / "adapter", base, **V_PROJ)
     config = json.loads((base / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (adapter / "config.json").write_text(json.dumps(config))
@@ -208,45 +201,36 @@ def test_an_adapter_over_4_bits_goes_into_the_weights_before_rounding(tmp_path: 
         assert torch.equal(value, expected[name])
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_what_is_not_covered_is_refused_by_name(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base")
+    path = make_adapter(tmp_path / "adapter", base, **V_PROJ) / "adapter_config.json"
+    usual = json.loads(path.read_text())
+    for options, message in (
         ({"init_lora_weights": "pissa"}, r"init_lora_weights='pissa': merging does not cover"),
         ({"alora_invocation_tokens": [1, 2]}, r"alora_invocation_tokens=\[1, 2\]"),
         ({"layer_replication": [(0, 2), (0, 2)]}, "layer_replication="),
-    ],
-)
-def test_what_is_not_covered_is_refused_by_name(
-    options: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    base = make_base(tmp_path / "base")
-    adapter = make_adapter(tmp_path / "adapter", base, target_modules=["v_proj"])
-    path = adapter / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | options))
-    with pytest.raises(ValueError, match=message):
-        merge(adapter, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_another_kind_of_adapter_is_refused(tmp_path: Path) -> None:
-    base = make_base(tmp_path / "base")
-    other = IA3Config(target_modules=["v_proj"], feedforward_modules=[], task_type="CAUSAL_LM")
-    make_adapter(tmp_path / "adapter", base, config=other)
+    ):
+        path.write_text(json.dumps(usual | options))
+        with pytest.raises(ValueError, match=message):
+            merge(path.parent, tmp_path / "out")
+    other = IA3Config(feedforward_modules=[], task_type="CAUSAL_LM", **V_PROJ)
+    make_adapter(tmp_path / "other", base, config=other)
     with pytest.raises(ValueError, match=r"holds a .*IA3 adapter"):
-        merge(tmp_path / "adapter", tmp_path / "out")
+        merge(tmp_path / "other", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("changed", ["embed_tokens", "lm_head"])
 def test_one_of_two_tied_modules_is_refused(changed: str, tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", tie_word_embeddings=True)
-    options = {"target_modules": ["v_proj"], "modules_to_save": [changed]}
+    options = V_PROJ | {"modules_to_save": [changed]}
     with pytest.raises(ValueError, match=rf"changes .*{changed}.* share their weights"):
         merge(make_adapter(tmp_path / "adapter", base, **options), tmp_path / "out")
 
 
 def test_bases_without_weights_to_merge_into_are_refused(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base")
-    adapter = make_adapter(tmp_path / "adapter", base, target_modules=["v_proj"])
+    adapter = make_adapter(tmp_path / "adapter", base, **V_PROJ)
     out = tmp_path / "out"
     with pytest.raises(ValueError, match="there is nothing to merge"):
         find_adapter(base)
@@ -278,28 +262,31 @@ def test_bases_without_weights_to_merge_into_are_refused(tmp_path: Path) -> None
         merge(adapter, base)
 
 
-MEASURED = """
-import sys, threading
-from pathlib import Path
-import longctx_patch.recipes.merge as merging
-from transformers.models.llama import modeling_llama
-def anonymous():  # a machine short of memory drops other pages, and brings them back
-    line = next(l for l in Path("/proc/self/status").read_text().splitlines() if "RssAnon" in l)
-    return int(line.split()[1]) * 1024
-adapter, out = map(Path, sys.argv[1:])
-merging.merge(adapter, out / "once")  # libraries load what they need
-before, peaks, ended = anonymous(), [], threading.Event()
-def watch():
-    while not ended.wait(0.001):
-        peaks.append(anonymous())
-watcher = threading.Thread(target=watch)
-watcher.start()
-merging.merge(adapter, out / "twice")
-ended.set()
-watcher.join()
-assert len(peaks) > 20, len(peaks)
-print(max(peaks) - before)
-"""
+def anonymous() -> int:
+    """Bytes that this process holds: a machine short of memory drops other pages."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if "RssAnon" in line).split()[1]) * 1024
+
+
+def merge_measured(adapter: Path, folder: Path) -> None:
+    """Write the most that is held during a merge."""
+    # What is freed goes back to the system at once, so that only what is held is counted.
+    ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD
+    torch.set_num_threads(1)
+    merge(adapter, folder / "once")  # libraries load what they need
+    before, peaks, ended = anonymous(), list[int](), threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.001):
+            peaks.append(anonymous())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    merge(adapter, folder / "twice")
+    ended.set()
+    watcher.join()
+    assert len(peaks) > 20, len(peaks)
+    (folder / "peak").write_text(str(max(peaks) - before))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -308,18 +295,11 @@ def test_host_memory_stays_below_two_files_and_a_module(tmp_path: Path) -> None:
     config = tiny_config("llama", hidden_size=1024, intermediate_size=2048, num_hidden_layers=8)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "base", max_shard_size="25MB")
-    del model
-    make_adapter(tmp_path / "adapter", tmp_path / "base", target_modules="all-linear")
+    make_adapter(tmp_path / "adapter", tmp_path / "base", **ALL)
     sizes = [path.stat().st_size for path in (tmp_path / "base").glob("*.safetensors")]
-    module = 1024 * 2048 * 4
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURED, str(tmp_path / "adapter"), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        # What is freed goes back to the system at once, so that only what is held is counted.
-        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    bound = 2 * max(sizes) + module
-    assert int(done.stdout) < bound < 0.6 * sum(sizes), (int(done.stdout), bound, sum(sizes))
+    said = tmp_path / "said"
+    process = start_forked(merge_measured, said, tmp_path / "adapter", tmp_path)
+    process.join(120)
+    assert process.exitcode == 0, said.read_text()
+    bound = 2 * max(sizes) + 1024 * 2048 * 4
+    assert int((tmp_path / "peak").read_text()) < bound < 0.6 * sum(sizes)

@@ -82,6 +82,8 @@ def test_packed_rows_hold_whole_documents_or_pieces_of_long_ones(made: Made) -> 
     assert packed.efficiency == 23 / 24
     said = "packed 4 documents into 3 rows, 95.8% full; longer than a row, so split: 1"
     assert packed.summary == said
+    called = {packed.called(row).partition(" (")[2] for row in range(3)}
+    assert called == {"document 1)", "documents 1, 2)", "documents 0, 3)"}
 
 
 def test_a_packed_row_with_nothing_to_learn_is_left_out(made: Made) -> None:

@@ -55,7 +55,7 @@ TWO = [
     ),
     Case(
         "adapters over four bits",
-        config={"ring_degree": 2},
+        config={"ring_degree": 2, "checkpoint": "attention", "mlp_tiles": 3},
         model={"intermediate_size": 128},  # a multiple of what bitsandbytes scales together
         adapters={"target_modules": "all-linear"},
         four_bits=True,

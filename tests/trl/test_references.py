@@ -13,6 +13,7 @@ from tests.hf.tiny import featured_model
 from tests.trainer.trained import numbers
 from tests.trl.cases import Case, make_trainer, rows
 
+pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")
 Log = list[dict[str, float]]
 
 

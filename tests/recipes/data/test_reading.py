@@ -230,164 +230,122 @@ ANY_ROLE = (
     "{{ m.content }} <eos>{% endgeneration %} {% else %}<{{ m.role }}> {{ m.content }} "
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
 )
-REFUSED: dict[str, tuple[Reading, dict[str, Any], str]] = {
-    "other kind": (
-        reading("chat"),
-        {"text": "w1"},
-        r"a field of text, among those with `messages`",
-    ),
-    "a mistyped role": (
-        Reading(words(ANY_ROLE), "chat", 100, assistant_only=True),
-        {"messages": [*ANSWERED, user("w1"), user("w2", "asistant")]},
+CHATS, LEARNED = reading("chat"), reading("chat", assistant_only=True)
+COMPLETIONS, PAIRS, TOKENS = (reading(kind) for kind in ("completion", "preference", "tokens"))
+
+
+def of_any_role(kind: Any, **more: Any) -> Reading:
+    return Reading(words(ANY_ROLE), kind, 100, **more)
+
+
+def turn(**fields: Any) -> dict[str, Any]:
+    """A chat whose last message, of the assistant, has these fields."""
+    return {"messages": [user("w1"), {"role": "assistant", **fields}]}
+
+
+ODD = user("w2", "asistant")
+SHAREGPT = [{"from": "human", "value": "w1"}, {"from": "function_call", "value": ""}]
+PICTURE = {"role": "user", "content": [{"type": "image"}]}
+REFUSED: list[tuple[Reading, dict[str, Any], str]] = [
+    (CHATS, {"text": "w1"}, r"a field of text, among those with `messages`"),
+    (
+        of_any_role("chat", assistant_only=True),
+        {"messages": [*ANSWERED, user("w1"), ODD]},
         r"message 4 of messages has the role 'asistant', .* mean 'assistant'\?.*of system, dev",
     ),
-    "a mistyped role of an answer that has its prompt": (
-        Reading(words(ANY_ROLE), "preference", 100),
-        {"chosen": ANSWERED, "rejected": [user("w1"), user("w2", "asistant")]},
+    (
+        of_any_role("preference"),
+        {"chosen": ANSWERED, "rejected": [user("w1"), ODD]},
         "message 2 of rejected has the role 'asistant', which",
     ),
-    "a mistyped role of a completion": (
-        Reading(words(ANY_ROLE), "completion", 100),
-        {"prompt": [user("w1")], "completion": [user("w2", "asistant")]},
+    (
+        of_any_role("completion"),
+        {"prompt": [user("w1")], "completion": [ODD]},
         "message 1 of completion has the role 'asistant', which",
     ),
-    "a turn of no weight": (
-        reading("chat", assistant_only=True),
-        {"messages": [user("w1"), {**user("w2", "assistant"), "weight": 0}]},
-        "message 2 of messages has weight=0, .* Leave weight out, or split the record",
-    ),
-    "a turn not to train on": (
-        reading("completion"),
-        {"prompt": ANSWERED[:1], "completion": [{**user("w2", "assistant"), "train": False}]},
+    (LEARNED, turn(content="w2", weight=0), "has weight=0, .* Leave weight out, or split the rec"),
+    (
+        COMPLETIONS,
+        {"prompt": ANSWERED[:1], "completion": [{**ANSWERED[1], "train": False}]},
         "message 1 of completion has train=False, ",
     ),
-    "a name of ShareGPT's for calls": (
-        reading("chat"),
-        {
-            "conversations": [
-                {"from": "human", "value": "w1"},
-                {"from": "function_call", "value": ""},
-            ]
-        },
-        "message 2 of conversations is from 'function_call'. Of ShareGPT's names `human`",
-    ),
-    "unknown role": (
-        reading("chat"),
+    (CHATS, {"conversations": SHAREGPT}, "2 of conversations is from 'function_call'. Of ShareGPT"),
+    (
+        CHATS,
         {"messages": [user("w1"), user("w9", "robot"), *ANSWERED]},
         r"leaves out the message of role 'robot' that ends with 'w9'",
     ),
-    "no role": (
-        reading("chat"),
-        {"messages": [{"content": "w1"}]},
-        "a message of messages has no role",
-    ),
-    "no content": (
-        reading("chat"),
-        {"messages": [user("w1"), {"role": "assistant", "content": None}]},
-        "message 2 of messages, of role 'assistant', has no content",
-    ),
-    "a number said": (
-        reading("chat"),
-        {"messages": [user("w1"), {"role": "assistant", "content": 3.5}]},
+    (CHATS, {"messages": [{"content": "w1"}]}, "a message of messages has no role"),
+    (CHATS, turn(content=None), "message 2 of messages, of role 'assistant', has no content"),
+    (
+        CHATS,
+        turn(content=3.5),
         r"message 2 of messages: its content is 3.5 \(a float\), not a text",
     ),
-    "parts that are printed": (
-        reading("chat"),
-        {"messages": [user("w1"), {"role": "assistant", "content": PARTS}]},
-        "the content of message 2 is a list of parts, and the chat template takes texts alone",
-    ),
-    "parts that are not joined": (
+    (CHATS, turn(content=PARTS), "the content of message 2 is a list of parts, and the chat templ"),
+    (  # parts that are not printed, but joined
         Reading(words(CHAT.replace("m.content }}", "m.content + '' }}")), "chat", 100),
         {"messages": [{"role": "user", "content": PARTS}, ANSWERED[1]]},
         "the content of message 1 is a list of parts, .* Join the parts to one text",
     ),
-    "an image said": (
-        reading("chat"),
-        {"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWERED[1]]},
+    (
+        CHATS,
+        {"messages": [PICTURE, ANSWERED[1]]},
         "it has 'image', and recipes train on text alone",
     ),
-    "an image beside": (
-        reading("chat"),
+    (
+        CHATS,
         {"messages": ANSWERED, "images": ["a.png"]},
-        "it has 'images', and recipes train on text alone",
+        "it has 'images', and recipes train on tex",
     ),
-    "no messages": (reading("chat"), {"messages": []}, r"messages is '\[\]': give a list"),
-    "nothing learned": (
-        reading("chat", assistant_only=True),
+    (CHATS, {"messages": []}, r"messages is '\[\]': give a list"),
+    (
+        LEARNED,
         {"messages": [user("w1")]},
-        "none of its 2 tokens is learned, since the assistant says nothing",
+        "none of its 2 tokens is learned, since the assistant say",
     ),
-    "tools that are no JSON": (
-        reading("chat"),
-        {"messages": ANSWERED, "tools": "abc"},
-        "tools is 'abc', which is no JSON",
+    (CHATS, {"messages": ANSWERED, "tools": "abc"}, "tools is 'abc', which is no JSON"),
+    (CHATS, {"messages": ANSWERED, "tools": {"name": "add"}}, "tools is .*: give a list of tools"),
+    (
+        CHATS,
+        turn(tool_calls="add"),
+        "message 2 of messages: its tool_calls is 'add': give a list of",
     ),
-    "tools that are no list": (
-        reading("chat"),
-        {"messages": ANSWERED, "tools": {"name": "add"}},
-        "tools is .*: give a list of tools",
-    ),
-    "calls that are no list": (
-        reading("chat"),
-        {"messages": [user("w1"), {"role": "assistant", "tool_calls": "add"}]},
-        "message 2 of messages: its tool_calls is 'add': give a list of calls",
-    ),
-    "half a pair": (
-        reading("preference"),
-        {"prompt": "w1", "chosen": "w2"},
-        "it has 'chosen' and no 'rejected'",
-    ),
-    "two prompts": (
-        reading("preference"),
+    (PAIRS, {"prompt": "w1", "chosen": "w2"}, "it has 'chosen' and no 'rejected'"),
+    (
+        PAIRS,
         {"chosen": [user("w1"), *ANSWERED[1:]], "rejected": [user("w2"), *ANSWERED[1:]]},
         "chosen and rejected begin differently",
     ),
-    "masks all": (
-        reading("tokens", assistant_only=True),
-        {"input_ids": [1, 2], "labels": [-100, -100]},
-        "none of its 2 tokens is learned, since all its labels are -100. Leave",
-    ),
-    "masks all but one": (
-        reading("tokens"),
+    (TOKENS, {"input_ids": [1, 2], "labels": [-100] * 2}, "since all its labels are -100. Leave"),
+    (
+        TOKENS,
         {"input_ids": [1, 2], "labels": [1, -100]},
-        "since all its labels are -100 but that of the first, which no token precedes",
+        "are -100 but that of the first, which no",
     ),
-    "too long": (
-        reading("text"),
-        {"text": "w1 " * 30},
-        "31 tokens, .* by the setting too_long: cut",
-    ),
-    "pair too long": (
-        reading("preference"),
+    (reading("text"), {"text": "w1 " * 30}, "31 tokens, .* by the setting too_long: cut"),
+    (
+        PAIRS,
         {"prompt": "w1 " * 9, "chosen": "w1", "rejected": "w2 w2"},
         "12 tokens, .* a pair can't be cut",
     ),
-    "mixed answer": (
-        reading("completion"),
-        {"prompt": "w1", "completion": 3},
-        "must both be texts",
-    ),
-    "masked": (
+    (COMPLETIONS, {"prompt": "w1", "completion": 3}, "must both be texts"),
+    (
         reading("tokens", vocab_size=100),
         {"input_ids": [1, 2, 100], "labels": [1, 2, -100]},
         r"input_ids\[2\] is 100, and the model has",
     ),
-    "other mark": (
-        reading("tokens"),
-        {"input_ids": [1, 2, 3], "labels": [1, -1, 3]},
-        r"labels\[1\] is -1, and the model",
-    ),
-    "huge": (reading("tokens", vocab_size=9), {"input_ids": [2**70, 1]}, r"input_ids\[0\] is 118"),
-    "yes and no": (reading("tokens"), {"input_ids": [1, True]}, r"\[1\] is 'True' of type bool"),
-    "no list": (reading("tokens"), {"input_ids": "1 2"}, "input_ids is '1 2': give a list"),
-    "labels": (reading("tokens"), {"input_ids": [1, 2], "labels": [1]}, "1 labels for 2 input_ids"),
-    "one token": (reading("tokens"), {"input_ids": [1]}, "none of its 1 tokens is learned"),
-}
+    (TOKENS, {"input_ids": [1, 2, 3], "labels": [1, -1, 3]}, r"labels\[1\] is -1, and the model"),
+    (reading("tokens", vocab_size=9), {"input_ids": [2**70, 1]}, r"input_ids\[0\] is 118"),
+    (TOKENS, {"input_ids": [1, True]}, r"\[1\] is 'True' of type bool"),
+    (TOKENS, {"input_ids": "1 2"}, "input_ids is '1 2': give a list"),
+    (TOKENS, {"input_ids": [1, 2], "labels": [1]}, "1 labels for 2 input_ids"),
+    (TOKENS, {"input_ids": [1]}, "none of its 1 tokens is learned"),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_records_that_are_refused(name: str) -> None:
-    given, record, message = REFUSED[name]
+@pytest.mark.parametrize(("given", "record", "message"), REFUSED, ids=[r[2] for r in REFUSED])
+def test_records_that_are_refused(given: Reading, record: dict[str, Any], message: str) -> None:
     good: dict[str, dict[str, Any]] = {
         "chat": {"messages": ANSWERED},
         "text": {"text": "w1"},
