@@ -124,7 +124,7 @@ def run(start: Start, config_file: Path) -> Start:
 
 def test_the_recipe_rehearses_a_step(monkeypatch: pytest.MonkeyPatch, run: Start) -> None:
     """A run with a rehearsal has the losses of a run without."""
-    found, told = [], []
+    found, told = list[Any](), list[Any]()
     rehearse = rehearsal.preflight
 
     def metered(handle: Any, *given: Any, **options: Any) -> Any:

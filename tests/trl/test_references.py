@@ -10,10 +10,10 @@ from peft import LoraConfig
 
 from longctx_patch.hf.model.transformers_api import decoder_layers
 from tests.hf.tiny import featured_model
+from tests.plugin.launched import run_launched
 from tests.trainer.trained import numbers
 from tests.trl.cases import Case, make_trainer, rows
 
-pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")
 Log = list[dict[str, float]]
 
 
@@ -21,13 +21,8 @@ def trained(
     folder: Path, checkpoint: str = "none", options: Any = None, **given: Any
 ) -> tuple[Log, bool]:
     """What four steps log, and whether what runs the layers is still the same function."""
-    case = Case(
-        "dpo",
-        "dpo",
-        "pairs",
-        {"checkpoint": checkpoint},
-        arguments={"max_steps": 4} | (options or {}),
-    )
+    config = {"ring_degree": 2, "checkpoint": checkpoint}
+    case = Case("dpo", "dpo", "pairs", config, arguments={"max_steps": 4} | (options or {}))
     given["train_dataset"] = Dataset.from_list(rows("pairs", 8, 1))
     trainer = make_trainer(case, folder, is_patched=True, **given)
     before = runners(trainer.long_context_handle.model)
@@ -43,25 +38,36 @@ def runners(model: Any) -> list[Any]:
     return [[getattr(layer, name, None) for name in names] for layer in decoder_layers(model)]
 
 
-def test_a_reference_is_loaded_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model and its reference, which begin with the same weights."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    featured_model("llama").save_pretrained(tmp_path / "model")
+def check_references(folder: Path) -> None:
+    """By its name TRL loads the model and its reference, which begin with the same weights."""
     loading = {"model_init_kwargs": {"attn_implementation": "eager", "dtype": "float32"}}
-    by_name, _ = trained(tmp_path, model=str(tmp_path / "model"), options=loading)
+    by_name, _ = trained(folder, model=str(folder / "model"), options=loading)
     reference = featured_model("llama").eval()
-    given, _ = trained(tmp_path, model=featured_model("llama"), ref_model=reference)
+    given, _ = trained(folder, model=featured_model("llama"), ref_model=reference)
     assert by_name == given
     assert abs(by_name[2]["rewards/margins"]) > 1e-5  # the reference stays behind
 
 
-def test_policies_are_those_of_the_config(tmp_path: Path) -> None:
+def check_policies(folder: Path) -> None:
     """TRL switches checkpointing off while the reference runs, and on again as transformers'."""
     adapter = LoraConfig(target_modules=["q_proj", "v_proj"])
     found = {}
     for checkpoint in ("none", "attention"):
         torch.manual_seed(0)
         model = featured_model("llama")
-        found[checkpoint] = trained(tmp_path, checkpoint, model=model, peft_config=adapter)
+        found[checkpoint] = trained(folder, checkpoint, model=model, peft_config=adapter)
     assert found["attention"][0] == found["none"][0]
     assert found["attention"][1]
+
+
+def check_all(folder: str) -> None:
+    check_references(Path(folder))
+    check_policies(Path(folder))
+
+
+def test_references_and_policies_are_those_of_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    featured_model("llama").save_pretrained(tmp_path / "model")
+    run_launched(check_all, 2, str(tmp_path))
