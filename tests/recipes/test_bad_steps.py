@@ -127,30 +127,32 @@ def test_a_weight_that_is_nan_is_named_before_the_first_step(
     weights = load_file(folder / "model.safetensors")
     weights[GRADIENT][3, 4] = math.nan
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=rf"{GRADIENT} has 1 values that are not fin"):
-        finetune.main([*job, *flags_of(model=folder, tokenizer="bytes", output=out)])
-    assert not (out / "metrics.jsonl").exists()
+    for kind in ("--full", "--lora"):
+        flags = [*(flag for flag in job if flag != "--full"), kind]
+        with pytest.raises(ValueError, match=r"up_proj\.\S*weight has 1 values that are not fin"):
+            finetune.main([*flags, *flags_of(model=folder, tokenizer="bytes", output=out)])
+        assert not (out / "metrics.jsonl").exists()
 
 
-def fails(flags: list[str], place: str, rank: int, batch: int) -> str:
-    with (
-        planted(place, batch, when=lambda: dist.get_rank() == rank),
-        pytest.raises(BadStepError) as raised,
-    ):
+def fails(flags: list[str], place: str) -> str:
+    odd = planted(place, 3, when=lambda: dist.get_rank() == 1)
+    with odd, pytest.raises(BadStepError) as raised:
         finetune.main(flags)
     return str(raised.value)
 
 
-def test_all_ranks_end_alike_and_name_the_rank_at_fault(job: list[str], tmp_path: Path) -> None:
-    """A NaN in a layer of rank 1 alone, beside a rank of the same row, whose gradients are then NaN
-    too."""
-    out, place = tmp_path / "out", "model.layers.1.mlp.down_proj"
-    flags = [*job, "--ring", "2", "--save-every", "1", "--output", str(out)]
-    messages = run_launched(fails, 2, flags, place, 1, 3)
+@pytest.mark.parametrize(("ring", "place"), [(1, "loss"), (2, "model.layers.1.mlp.down_proj")])
+def test_all_ranks_end_alike_and_name_the_rank_at_fault(
+    job: list[str], tmp_path: Path, ring: int, place: str
+) -> None:
+    """A NaN of rank 1 alone: in its loss, as a replica of DDP; in a layer, beside a rank of the
+    same row, whose gradients are then NaN too."""
+    out = tmp_path / "out"
+    messages = run_launched(fails, 2, [*job, *flags_of(ring=ring, save_every=1, output=out)], place)
     assert len(set(messages)) == 1
     assert "the loss is nan on rank 1;" in messages[0]
     assert "first on rank 1: " in messages[0]
-    assert place in messages[0]
+    assert ("the loss is nan, and every layer" if ring == 1 else place) in messages[0]
     assert [line["step"] for line in strict(out)] == [1, 2]
     assert not (out / "final").exists()
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from contextlib import nullcontext
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -115,6 +116,28 @@ def test_losses_are_those_of_an_undisturbed_run_whatever_the_world(
     assert [line["step"] for line in ours if "eval_loss" in line] == [*range(2, steps + 1, 2)]
     assert {line.get("eval_tokens", 7 * 63) for line in ours} == {7 * 63}
     assert theirs[-1]["eval_loss"] == pytest.approx(stock_loss(whole), rel=1e-5)
+
+
+@pytest.mark.timeout(300)
+def test_stages_of_rows_go_on_in_another_world(
+    config_file: Path, text_file: Path, tmp_path: Path
+) -> None:
+    """From a step before rows get longer, whose ranks were two."""
+    stages = ["--stages", "32:3,64:3"]
+    disturbed = [*command(config_file, text_file, tmp_path / "disturbed"), *stages]
+    run_launched(finetune.main, 2, [*disturbed, "--ring", "2"])
+    over_two = read_metrics(tmp_path / "disturbed")
+    for late in ("checkpoints/step_000004", "checkpoints/step_000006", "final"):
+        shutil.rmtree(tmp_path / "disturbed" / late)  # as if it had stopped in step 3
+    finetune.main(disturbed)
+    finetune.main([*command(config_file, text_file, tmp_path / "whole"), *stages])
+    whole, ours = (read_metrics(tmp_path / name) for name in ("whole", "disturbed"))
+    assert [line["seq_len"] for line in whole] == [32, 32, 32, 64, 64, 64]
+    for lines in (over_two, ours):
+        assert [line["loss"] for line in lines] == pytest.approx(
+            [line["loss"] for line in whole], rel=0, abs=1e-5
+        )
+        assert [line["tokens"] for line in lines] == [line["tokens"] for line in whole]
 
 
 def stock_loss(arguments: list[str]) -> float:

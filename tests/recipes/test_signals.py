@@ -107,15 +107,20 @@ def test_a_run_saves_and_ends_after_the_step(
 
 
 @pytest.fixture
-def output(config_file: Path, text_file: Path, tmp_path: Path) -> Path:
-    """That of a run folder for two processes on the CPU."""
-    folder = tmp_path / "a run"
+def num_processes() -> int:
+    return 2
+
+
+@pytest.fixture
+def output(num_processes: int, config_file: Path, text_file: Path, tmp_path: Path) -> Path:
+    """That of a run folder for processes on the CPU."""
+    folder, n = tmp_path / "a run", num_processes
     folder.mkdir()
-    settings = {"model": str(config_file), "text": str(text_file), "seq_len": 64, "ulysses": 2}
+    settings = {"model": str(config_file), "text": str(text_file), "seq_len": 64, "ulysses": n}
     settings |= {"output": str(folder / "training"), "max_steps": 2000, "scheduler": "constant"}
     (folder / "finetune.yaml").write_text(yaml.safe_dump(settings))
     (folder / "accelerate.yaml").write_text(
-        accelerate_yaml(2, 2, fsdp=False, cpu=True, mixed_precision="no")
+        accelerate_yaml(n, n, fsdp=False, cpu=True, mixed_precision="no")
     )
     return folder / "training"
 
@@ -128,23 +133,27 @@ def wait_for_steps(output: Path, job: Any) -> None:
         time.sleep(0.1)
 
 
-def test_longctx_train_hands_signals_on(output: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("num_processes", "number"), [(2, signal.SIGTERM), (1, signal.SIGUSR1)])
+def test_longctx_train_hands_signals_on(
+    num_processes: int, number: signal.Signals, output: Path, tmp_path: Path
+) -> None:
     """The launcher waits until the processes have saved, also one that was stopped, and ends with
     their code."""
     job = start_longctx(tmp_path / "said", "train", output.parent, "--resume", "auto")
     try:
         wait_for_steps(output, job)
         launcher = psutil.Process(job.pid)
-        launcher.children()[1].suspend()
-        launcher.send_signal(signal.SIGTERM)
+        if num_processes > 1:
+            launcher.children()[1].suspend()
+        launcher.send_signal(number)
         job.join(100)
     finally:
         job.kill()
     said = (tmp_path / "said").read_text()
-    assert job.exitcode == 128 + signal.SIGTERM, said
+    assert job.exitcode == 128 + number, said
     assert "Traceback" not in said
     check_saved(output)
-    assert said.count(f"stopped by SIGTERM after step {len(read_metrics(output))}") == 1
+    assert said.count(f"stopped by {number.name} after step {len(read_metrics(output))}") == 1
 
 
 def check_saved(output: Path) -> None:

@@ -61,6 +61,14 @@ TWO = [
         four_bits=True,
     ),
     Case(
+        "kept on the host over four bits",
+        config={"ulysses_degree": 2, "checkpoint": "offload", "attention_kept": 0.5},
+        arguments={"max_steps": 2},
+        model={"intermediate_size": 128},
+        adapters={"target_modules": "all-linear"},
+        four_bits=True,
+    ),
+    Case(
         "hybrid",
         "qwen3_5_text",
         config={

@@ -6,7 +6,12 @@ from typing import Any
 import pytest
 from trl import GRPOTrainer, RLOOTrainer, SFTTrainer
 
-from longctx_patch.trainer.generation import generation_problems, settle_generation
+from longctx_patch.trainer.generation import (
+    GroupsAsProcesses,
+    generation_problems,
+    settle_generation,
+)
+from tests.plugin.launched import run_launched
 
 
 def made(cls: Any, *, args: dict[str, Any] | None = None, **attributes: Any) -> Any:
@@ -61,3 +66,27 @@ def test_rows_of_a_generation_are_those_of_groups() -> None:
         settle_generation(generating(num_generations_eval=3), num_groups=1)
     settle_generation(generating(num_generations_eval=3, eval_strategy="no"), num_groups=1)
     settle_generation(SimpleNamespace(), num_groups=1)  # another trainer's arguments
+
+
+def seen_by_groups() -> list[Any]:
+    import torch
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    groups = GroupsAsProcesses(accelerator, 2)
+    rank = accelerator.process_index
+    return [
+        groups.process_index,
+        groups.num_processes,
+        groups.gather(torch.tensor([rank, 10 * rank])).tolist(),
+        groups.gather(torch.tensor(rank)).tolist(),
+        groups.gather_object([f"row of {rank}"]),
+        groups.of_first_rank(rank),
+        groups.device.type,
+    ]
+
+
+def test_a_group_is_one_process() -> None:
+    found = run_launched(seen_by_groups, 4)
+    same = [2, [0, 0, 2, 20], [0, 2], ["row of 0", "row of 2"]]
+    assert found == [[rank // 2, *same, rank // 2 * 2, "cpu"] for rank in range(4)]
