@@ -14,11 +14,10 @@ from trl import DPOConfig, DPOTrainer
 from longctx_patch import LongContextTrainerMixin
 from longctx_patch.recipes.launch import one_message
 from longctx_patch.recipes.trl_run import Method, run
-from longctx_patch.recipes.trl_saving import FoundBefore
 from longctx_patch.recipes.trl_totals import WholeRunTotals
 
 
-class LongContextDPOTrainer(WholeRunTotals, FoundBefore, LongContextTrainerMixin, DPOTrainer):
+class LongContextDPOTrainer(WholeRunTotals, LongContextTrainerMixin, DPOTrainer):
     """TRL's DPOTrainer over sharded sequences, on rows that are tokens already."""
 
     def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:

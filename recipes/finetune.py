@@ -51,9 +51,14 @@ from longctx_patch.plugin import close_accelerator, make_accelerator, states_on_
 from longctx_patch.recipes import hub, models
 from longctx_patch.recipes.also_train import check_precision
 from longctx_patch.recipes.context_steps import ContextSteps, check_tasks
-from longctx_patch.recipes.ended import is_over
 from longctx_patch.recipes.exporting import write_final, write_model
-from longctx_patch.recipes.identity import check_fingerprint, facts_of, fingerprint, with_weights
+from longctx_patch.recipes.identity import (
+    check_fingerprint,
+    facts_of,
+    fingerprint,
+    is_over,
+    with_weights,
+)
 from longctx_patch.recipes.launch import check_launcher, one_message
 from longctx_patch.recipes.memory_report import explained
 from longctx_patch.recipes.metrics import MetricsFile, ProgressBar, read_metrics

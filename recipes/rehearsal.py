@@ -1,5 +1,6 @@
 """Whether a step fits, found out before the first one."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,12 +12,12 @@ from longctx_patch.loss.law import count_valid_tokens
 from longctx_patch.recipes.run_batches import Data, micro_batches
 from longctx_patch.recipes.train_step import gradients_stay_local
 
+Loss = Callable[[], torch.Tensor]
+
 
 def check_memory(accelerator: Any, state: TrainState, handle: PatchHandle, data: Data) -> None:
-    """Rehearse a step with three layers on a GPU, and print the memory predicted for all layers.
-
-    The step is of the longest rows that are still to come, so that no later stage is out of memory.
-    """
+    """Rehearse a step of the longest rows that are still to come, so that no later stage is out of
+    memory."""
     stage = data.longest(state.step)
     step = max(state.step, stage.of.first)
     batch = next(micro_batches(data, range(step, step + 1)))
@@ -27,6 +28,19 @@ def check_memory(accelerator: Any, state: TrainState, handle: PatchHandle, data:
         shard: torch.Tensor = state.model(**batch, num_valid_tokens=tokens, use_cache=False).loss
         return shard
 
+    rehearse(accelerator, handle, state, loss, stage.order.accumulation)
+
+
+def rehearse(
+    accelerator: Any,
+    handle: PatchHandle,
+    state: TrainState,
+    loss: Loss,
+    forwards: int,
+    rows: str = "",
+) -> None:
+    """Rehearse a step of so many forwards with three layers on a GPU, and print the memory that is
+    predicted for all layers with these `rows`. Raises WillNotFit."""
     with gradients_stay_local(accelerator, state.model, until_last=True):
         goes_on = bool(state.optimizer.state)
         found = preflight(
@@ -34,10 +48,10 @@ def check_memory(accelerator: Any, state: TrainState, handle: PatchHandle, data:
             loss,
             accelerator.backward,
             has_optimizer_states=goes_on,
-            num_forwards=stage.order.accumulation,
+            num_forwards=forwards,
         )
     if found is not None:
-        accelerator.print(f"memory: {found}")
+        accelerator.print(f"memory: {rows}{found}")
 
 
 def states_to_come(state: TrainState) -> int:

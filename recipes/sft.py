@@ -14,11 +14,10 @@ from trl import SFTConfig, SFTTrainer
 from longctx_patch import LongContextTrainerMixin
 from longctx_patch.recipes.launch import one_message
 from longctx_patch.recipes.trl_run import Method, run
-from longctx_patch.recipes.trl_saving import FoundBefore
 from longctx_patch.recipes.trl_totals import WholeRunTotals
 
 
-class LongContextSFTTrainer(WholeRunTotals, FoundBefore, LongContextTrainerMixin, SFTTrainer):
+class LongContextSFTTrainer(WholeRunTotals, LongContextTrainerMixin, SFTTrainer):
     """TRL's SFTTrainer over sharded sequences."""
 
 

@@ -9,14 +9,12 @@ import torch
 from transformers import TrainerCallback
 
 from longctx_patch.checkpoints.train_state import TrainState
-from longctx_patch.hf.preflight import preflight
 from longctx_patch.plugin import states_on_host
 from longctx_patch.recipes.data.token_table import longest_row_first
 from longctx_patch.recipes.memory_report import explained
-from longctx_patch.recipes.rehearsal import states_to_come
+from longctx_patch.recipes.rehearsal import rehearse, states_to_come
 from longctx_patch.recipes.settings import ModelSettings, Parallelism, Settings
 from longctx_patch.recipes.stages import Stages
-from longctx_patch.recipes.train_step import gradients_stay_local
 from longctx_patch.recipes.trl_settings import TrlSettings
 from longctx_patch.trainer.bad_steps import counts_kept
 
@@ -61,7 +59,7 @@ class MemoryCallback(TrainerCallback):
             trainer.long_context_handle.reserve_host(states_to_come(begun))
         if self._rehearses:
             self._stages.enter("rehearsal")
-            rehearse(trainer)
+            check_longest(trainer)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._trainer.long_context_handle.reserve_host(0)  # the optimizer has made its states
@@ -77,11 +75,8 @@ def _why_not(trainer: Any) -> str:
     return ""
 
 
-def rehearse(trainer: Any) -> None:
-    """Rehearse a step with three layers on a GPU, and print the memory predicted for all layers.
-
-    Raises WillNotFit. Every rank takes the same rows.
-    """
+def check_longest(trainer: Any) -> None:
+    """Rehearse a step of the longest rows, which every rank takes. Raises WillNotFit."""
     table, accelerator = trainer.train_dataset, trainer.accelerator
     if why := _why_not(trainer):
         accelerator.print(f"memory: not rehearsed, since {why}")
@@ -96,14 +91,7 @@ def rehearse(trainer: Any) -> None:
             found: torch.Tensor = trainer.compute_loss(model, batch, num_items_in_batch=tokens)
         return found
 
-    local = gradients_stay_local(accelerator, model, until_last=True)
-    with counts_kept(trainer), local, trainer.maybe_activation_offload_context:
-        found = preflight(
-            trainer.long_context_handle,
-            loss,
-            accelerator.backward,
-            has_optimizer_states=bool(trainer.optimizer.state),
-            num_forwards=trainer.args.gradient_accumulation_steps,
-        )
-    if found is not None:
-        accelerator.print(f"memory: with the longest rows {found}")
+    state = TrainState(model=model, optimizer=trainer.optimizer, scheduler=None)
+    forwards, handle = trainer.args.gradient_accumulation_steps, trainer.long_context_handle
+    with counts_kept(trainer), trainer.maybe_activation_offload_context:
+        rehearse(accelerator, handle, state, loss, forwards, "with the longest rows ")

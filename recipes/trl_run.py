@@ -15,7 +15,7 @@ from transformers import EarlyStoppingCallback
 
 from longctx_patch.checkpoints import lock
 from longctx_patch.checkpoints.disk import explained_disk
-from longctx_patch.checkpoints.output_folder import make_output
+from longctx_patch.checkpoints.output_folder import Output, make_output
 from longctx_patch.checkpoints.series import FLIGHT, trainer_checkpoints_of
 from longctx_patch.checkpoints.signals import StopSignals
 from longctx_patch.families.load_config import is_bare_config
@@ -30,14 +30,14 @@ from longctx_patch.plugin.gloo_interface import choose_gloo_interface
 from longctx_patch.recipes import hub, models
 from longctx_patch.recipes.also_train import check_precision
 from longctx_patch.recipes.context_steps import ContextStepsCallback, asked_of, check_tasks
-from longctx_patch.recipes.ended import is_over
 from longctx_patch.recipes.exporting import write_final
-from longctx_patch.recipes.identity import check_fingerprint, with_weights
+from longctx_patch.recipes.identity import check_fingerprint, is_over, with_weights
 from longctx_patch.recipes.launch import check_launcher
 from longctx_patch.recipes.model_card import Card, card_of
 from longctx_patch.recipes.quiet import quiet_libraries
 from longctx_patch.recipes.row_order import check_batch
 from longctx_patch.recipes.run_record import (
+    RECORD_FILE,
     noting_failure,
     say_ended,
     write_record,
@@ -45,11 +45,15 @@ from longctx_patch.recipes.run_record import (
 from longctx_patch.recipes.settings import DtypeName
 from longctx_patch.recipes.settings_file import file_and_flags
 from longctx_patch.recipes.stages import Stages, launched_at
-from longctx_patch.recipes.trl_callbacks import MetricsCallback, StagesCallback
+from longctx_patch.recipes.trl_callbacks import (
+    MetricsCallback,
+    RunFileCallback,
+    StagesCallback,
+    StopCallback,
+)
 from longctx_patch.recipes.trl_data import RunData, load_data, reading_of
 from longctx_patch.recipes.trl_identity import trl_fingerprint
 from longctx_patch.recipes.trl_memory import MemoryCallback, explained_run
-from longctx_patch.recipes.trl_saving import RunFileCallback, StopCallback, output_of
 from longctx_patch.recipes.trl_settings import TrlSettings, parse
 
 RECORDED = (
@@ -124,6 +128,16 @@ def run(method: Method, arguments: Sequence[str] | None = None) -> Any:
         # Over what the trainer has uploaded of its checkpoints.
         print(f"uploaded to {hub.upload(args.hub_model_id, output.folder / 'final')}", flush=True)
     return trainer
+
+
+def output_of(settings: TrlSettings, args: Any) -> Output:
+    """Where the run writes, and how it is asked to begin there."""
+    return Output(
+        folder=Path(args.output_dir),
+        checkpoints=trainer_checkpoints_of(args.output_dir),
+        resume=settings.resume,
+        record=RECORD_FILE,
+    )
 
 
 def train(

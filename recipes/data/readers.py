@@ -203,7 +203,7 @@ def _parquet_records(part: Part) -> Iterator[Record]:
             number = first
             for batch in file.iter_batches(batch_size=BATCH_RECORDS, row_groups=[group]):
                 start, stop = (max(0, place - number) for place in (part.start, part.stop))
-                yield from _batch_records(part, batch[start:stop], number + start)
+                yield from _records(part, batch[start:stop].to_pylist(), number + start)
                 number += len(batch)
         first += size
 
@@ -222,7 +222,13 @@ def open_parquet(path: str) -> Any:
 def _arrow_records(part: Part) -> Iterator[Record]:
     table = open_arrow(part.path)
     for start in range(part.start, part.stop, BATCH_RECORDS):
-        yield from _batch_records(part, table[start : min(part.stop, start + BATCH_RECORDS)], start)
+        batch = table[start : min(part.stop, start + BATCH_RECORDS)]
+        yield from _records(part, batch.to_pylist(), start)
+
+
+def _saved_records(part: Part) -> Iterator[Record]:
+    found = open_saved(part.path, part.split)
+    yield from _records(part, (found[n] for n in range(part.start, part.stop)), part.start)
 
 
 def open_arrow(path: str) -> Any:
@@ -239,15 +245,11 @@ def open_arrow(path: str) -> Any:
         raise BadRecord(f"{path}: no arrow file, or one cut short ({error}).") from error
 
 
-def _batch_records(part: Part, batch: Any, first: int) -> Iterator[Record]:
-    for number, fields in enumerate(batch.to_pylist(), start=first + 1):
-        yield Record(_without_none(fields), f"{part.path}, record {number}")
-
-
-def _saved_records(part: Part) -> Iterator[Record]:
-    found = open_saved(part.path, part.split)
-    for number in range(part.start, part.stop):
-        yield Record(_without_none(found[number]), f"{part.path}, record {number + 1}")
+def _records(part: Part, records: Iterable[Mapping[str, Any]], first: int = 0) -> Iterator[Record]:
+    """Records of a table, within whose fields nothing is that only other records of it have."""
+    for number, fields in enumerate(records, start=first + 1):
+        found = {name: _dropped(value) for name, value in fields.items()}
+        yield Record(found, f"{part.path}, record {number}")
 
 
 def saved_splits(path: str) -> Sequence[str]:
@@ -276,8 +278,7 @@ def _hub_records(part: Part) -> Iterator[Record]:
             f"configs is named so: {part.path}:CONFIG/SPLIT.)"
         ) from error
     table = found[chosen_split(list(found), part.split, part.path)]
-    for number, fields in enumerate(table, start=1):
-        yield Record(_without_none(fields), f"{part.path}, record {number}")
+    yield from _records(part, table)
 
 
 def _text_records(part: Part) -> Iterator[Record]:
@@ -286,11 +287,6 @@ def _text_records(part: Part) -> Iterator[Record]:
         line = text.count("\n", 0, text.index("\0")) + 1
         raise BadRecord(f"{part.path}, line {line}: {ZERO_BYTE}")
     yield Record({TEXT_FILE: text}, part.path)
-
-
-def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A table's record, within whose fields nothing is that only other records of it have."""
-    return {name: _dropped(value) for name, value in fields.items()}
 
 
 def _dropped(value: Any) -> Any:

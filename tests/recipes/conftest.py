@@ -2,14 +2,16 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM, LlamaConfig, set_seed
 
 from longctx_patch.recipes import finetune
 from longctx_patch.recipes.metrics import read_metrics
+from longctx_patch.recipes.models import byte_tokenizer
 from tests.tiny_llama import TINY_LLAMA
 
 Start = Callable[..., Path]
@@ -29,6 +31,15 @@ def config_file(tmp_path: Path) -> Path:
     path.parent.mkdir()
     path.write_text(json.dumps(TINY_LLAMA))
     return path
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """Such a model with weights, whose tokens are bytes."""
+    set_seed(0)
+    AutoModelForCausalLM.from_config(LlamaConfig(**TINY_LLAMA)).save_pretrained(tmp_path / "base")
+    byte_tokenizer().save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
 
 
 @pytest.fixture
@@ -72,9 +83,13 @@ def numbers(output: Path) -> list[list[Any]]:
     return [[line.get(name) for name in NUMBERS] for line in read_metrics(output)]
 
 
+def write_records(path: Path, records: Iterable[Any]) -> Path:
+    """A .jsonl file."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
 def write_documents(folder: Path, *lengths: int) -> Path:
     """A file of documents with these numbers of bytes; each repeats a letter of its own."""
     texts = (chr(97 + number) * length for number, length in enumerate(lengths))
-    path = folder / "documents.jsonl"
-    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    return path
+    return write_records(folder / "documents.jsonl", ({"text": text} for text in texts))

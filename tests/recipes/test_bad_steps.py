@@ -120,17 +120,17 @@ def test_a_bad_step_ends_a_run_and_only_good_states_are_saved(
 
 
 def test_a_weight_that_is_nan_is_named_before_the_first_step(
-    job: list[str], tmp_path: Path
+    job: list[str], base: Path, tmp_path: Path
 ) -> None:
-    folder, out = tmp_path / "spoilt", tmp_path / "out"
-    AutoModelForCausalLM.from_config(LlamaConfig(**TINY_LLAMA)).save_pretrained(folder)
-    weights = load_file(folder / "model.safetensors")
+    file = base / "model.safetensors"
+    weights = load_file(file)
     weights[GRADIENT][3, 4] = math.nan
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, file, metadata={"format": "pt"})
     for kind in ("--full", "--lora"):
+        out = tmp_path / kind
         flags = [*(flag for flag in job if flag != "--full"), kind]
         with pytest.raises(ValueError, match=r"up_proj\.\S*weight has 1 values that are not fin"):
-            finetune.main([*flags, *flags_of(model=folder, tokenizer="bytes", output=out)])
+            finetune.main([*flags, *flags_of(model=base, output=out)])
         assert not (out / "metrics.jsonl").exists()
 
 

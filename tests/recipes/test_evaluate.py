@@ -10,29 +10,19 @@ import pytest
 import torch
 from click.testing import CliRunner
 from peft import PeftModel
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from longctx_patch.cli.main import main as longctx
 from longctx_patch.recipes import evaluate, finetune, models, sft
 from longctx_patch.recipes.evaluated import base_of, find
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.model_card import ADAPTER_FILE
-from longctx_patch.recipes.models import byte_tokenizer
 from longctx_patch.recipes.settings import parse_settings
 from tests.launching import run_longctx
-from tests.tiny_llama import TINY_LLAMA
+from tests.recipes.conftest import write_records
 
 LENGTH = 512
 QUESTION = {"context": "3 is 18.", "question": "What is 3?", "answers": "18", "wrong": ["17"]}
-
-
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    """A model that reaches 64 tokens."""
-    set_seed(0)
-    AutoModelForCausalLM.from_config(LlamaConfig(**TINY_LLAMA)).save_pretrained(tmp_path / "base")
-    byte_tokenizer().save_pretrained(tmp_path / "base")
-    return tmp_path / "base"
 
 
 @pytest.fixture
@@ -54,21 +44,17 @@ def scores(folder: Path) -> list[dict[str, Any]]:
 
 def loss_of(model: Any, text: Path, length: int) -> float:
     """The mean loss of stock transformers on the beginning of the text."""
-    ids = AutoTokenizer.from_pretrained(find_tokenizer(text))(text.read_text())["input_ids"]
+    ids = AutoTokenizer.from_pretrained(text.parent / "base")(text.read_text())["input_ids"]
     row = torch.tensor([ids[:length]])
     with torch.no_grad():
         return float(model(input_ids=row, labels=row).loss)
 
 
-def find_tokenizer(text: Path) -> Path:
-    return text.parent / "base"
-
-
 def test_a_run_beside_its_base(run: Path, base: Path, text_file: Path, tmp_path: Path) -> None:
     """Over two processes as its launcher starts them, in one process, and by stock transformers."""
     asked = ["eval", str(run), "--text", str(text_file), "--samples", "2"]  # on the CPU, as the run
-    (tmp_path / "own.jsonl").write_text(json.dumps(QUESTION) + "\n")
-    asked += ["--questions", str(tmp_path / "own.jsonl"), "--lengths", "320,512", "--json", "--out"]
+    questions = write_records(tmp_path / "own.jsonl", [QUESTION])
+    asked += ["--questions", str(questions), "--lengths", "320,512", "--json", "--out"]
     code, said = run_longctx(tmp_path / "said", *asked, tmp_path / "two")
     assert code == 0, said
     assert '"format"' in said
@@ -146,8 +132,7 @@ def test_the_context_is_evaluated_during_training(
         )
     plain = [flag for flag in flags if flag not in flags[:7]]
     texts = ["--text", str(text_file), "--output"]
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"text": text_file.read_text()[:60]}) + "\n")
+    rows = write_records(tmp_path / "rows.jsonl", [{"text": text_file.read_text()[:60]}])
     given = ["--use_cpu", "--bf16", "false", "--report_to", "none", "--output_dir"]
     for recipe, words in ((finetune, texts), (sft, ["--data", str(rows), *given])):
         refused = [*flags, *words, str(tmp_path / "no"), "--eval-context-tasks", "qa_1,passkey"]

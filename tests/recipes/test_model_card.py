@@ -4,48 +4,29 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub
 import pytest
 import torch
 import yaml
 from peft import AutoPeftModelForCausalLM, PeftModel
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from longctx_patch.cli.report_data import read_run
 from longctx_patch.recipes import finetune, hub, sft
 from longctx_patch.recipes.merge import find_adapter, merge
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.model_card import MARK
-from longctx_patch.recipes.models import byte_tokenizer
 from tests.launching import start_forked
-from tests.tiny_llama import TINY_LLAMA
+from tests.recipes.conftest import flags_of, lines_to_load, write_records
 
 IDS = torch.arange(128)[None]
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    """A base with weights, trained on rows of 64 tokens."""
-    set_seed(0)
-    AutoModelForCausalLM.from_config(LlamaConfig(**TINY_LLAMA)).save_pretrained(tmp_path / "base")
-    byte_tokenizer().save_pretrained(tmp_path / "base")
-    return tmp_path / "base"
-
-
 def train(base: Path, text: Path, output: Path, *flags: str) -> Path:
-    words = ["--model", str(base), "--text", str(text), "--max-steps", "2", "--output", str(output)]
-    finetune.main([*words, "--learning-rate", "1e-2", *flags])
+    given = flags_of(model=base, text=text, max_steps=2, learning_rate=1e-2, output=output)
+    finetune.main([*given, *flags])
     return output / "final"
-
-
-def lines_to_load(final: Path) -> dict[str, Any]:
-    """The names that README.md's lines of code leave behind."""
-    code = "\n".join(re.findall("^    (.*)$", (final / "README.md").read_text(), re.MULTILINE))
-    names: dict[str, Any] = {}
-    exec(code, names)
-    return names
 
 
 def test_an_adapter_with_a_longer_rope_warns_wherever_it_is_loaded(
@@ -113,7 +94,7 @@ def train_in(folder: Path, words: list[str]) -> None:
 def test_a_run_over_trl_has_a_card_a_report_and_a_merged_model(base: Path, tmp_path: Path) -> None:
     pairs = [{"prompt": f"What is {n}+2?", "completion": f"It is {n + 2}."} for n in range(4)]
     for name in ("pairs", "others"):
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+        write_records(tmp_path / f"{name}.jsonl", pairs)
     words = "--data pairs.jsonl --eval_data others.jsonl --rope yarn"
     words += " --eval_strategy epoch --seq_len 128 --num_train_epochs 2 --output_dir out"
     words += " --report_to none --use_cpu --logging_steps 1 --learning_rate 0.01"

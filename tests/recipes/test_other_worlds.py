@@ -1,6 +1,5 @@
 """A run that goes on in other worlds, one after the other, has the losses of an undisturbed run."""
 
-import json
 import os
 import shutil
 from contextlib import nullcontext
@@ -20,7 +19,7 @@ from longctx_patch.recipes.settings import parse_settings
 from longctx_patch.recipes.text_sources import evaluation_rows, rows_of_run
 from tests.meeting import held_ports
 from tests.plugin.launched import run_launched, sharding_on_cpus
-from tests.recipes.conftest import flags_of
+from tests.recipes.conftest import flags_of, write_records
 from tests.recipes.test_sharded_reading import FSDP2, forget_accelerate
 
 WORLDS: list[tuple[list[str], bool]] = [
@@ -46,10 +45,9 @@ DOCUMENTS = (200, 11, 3, 64, 23, 150, 40, 7, 35, 63, 18, 90)
 def command(config_file: Path, text_file: Path, output: Path) -> list[str]:
     held_out = text_file.with_name("held_out.txt")
     held_out.write_text("".join(f"{n} and {n + 1} are {2 * n + 1}.\n" for n in range(99))[:447])
-    documents, text = text_file.with_name("documents.jsonl"), text_file.read_text()
-    edges = [0, *accumulate(DOCUMENTS * 7)]
-    parts = (text[start : stop - 1] for start, stop in pairwise(edges))
-    documents.write_text("\n".join(json.dumps({"text": part}) for part in parts))
+    text, edges = text_file.read_text(), [0, *accumulate(DOCUMENTS * 7)]
+    parts = ({"text": text[start : stop - 1]} for start, stop in pairwise(edges))
+    documents = write_records(text_file.with_name("documents.jsonl"), parts)
     given = flags_of(model=config_file, text=documents, output=output, seq_len=64)
     given += flags_of(eval_data=held_out, mixture="prolong", scheduler="constant")
     return [*given, "--full", *flags_of(save_every=2, resume="auto")]

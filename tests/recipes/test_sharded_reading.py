@@ -2,7 +2,6 @@
 processes that read everything; what can't be read by rows is read whole or refused."""
 
 import io
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -26,8 +25,8 @@ from longctx_patch.recipes.models import four_bits
 from longctx_patch.trainer import mixin
 from tests.meeting import held_ports
 from tests.plugin.launched import run_launched, sharding_on_cpus
-from tests.recipes.data.test_reading import words
-from tests.tiny_llama import TINY_LLAMA
+from tests.recipes.conftest import write_records
+from tests.recipes.trl_jobs import save_config
 from tests.trl.cases import rows
 
 
@@ -56,17 +55,13 @@ HOWS: tuple[tuple[str, list[str]], ...] = (("rows", []), ("whole", WHOLE))
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A checkpoint of several files, with a tokenizer."""
-    folder, tokenizer = tmp_path / "model", words()
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    folder = tmp_path / "model"
+    config = LlamaConfig(**save_config(folder))
     set_seed(5)
-    config = LlamaConfig(**TINY_LLAMA | ends | {"vocab_size": len(tokenizer)})
-    whole = AutoModelForCausalLM.from_config(config)
-    whole.save_pretrained(folder, max_shard_size="20KB")
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder, max_shard_size="20KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
-    tokenizer.save_pretrained(folder)
     for name, kind, seed in (("texts", "text", 4), ("pairs", "pairs", 3)):
-        lines = (json.dumps(record) for record in rows(kind, 8, seed))
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+        write_records(tmp_path / f"{name}.jsonl", rows(kind, 8, seed))
     return folder
 
 

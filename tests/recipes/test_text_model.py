@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from longctx_patch.recipes import models, text_model
 from longctx_patch.recipes.settings import Settings
 from tests.hf.seeing import seeing_model
+from tests.recipes.conftest import write_records
 from tests.recipes.data.test_reading import words
 from tests.recipes.test_sharded_reading import WHOLE, Ran, arguments, numbers, run_all
 from tests.trl.cases import rows
@@ -24,8 +25,7 @@ def checkpoint(folder: Path, family: str) -> Path:
     size = max(97, len(tokenizer))
     seeing_model(family, vocab_size=size, **ends).save_pretrained(folder, max_shard_size="40KB")
     tokenizer.save_pretrained(folder)
-    lines = (json.dumps(record) for record in rows("text", 8, 4))
-    (folder.parent / "texts.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    write_records(folder.parent / "texts.jsonl", rows("text", 8, 4))
     return folder
 
 

@@ -1,7 +1,6 @@
 """Rows of a run on plain text: what they hold, that they are the same wherever tokens lie on disk,
 and that tokens are made once and never held."""
 
-import json
 import os
 import time
 import tracemalloc
@@ -28,6 +27,7 @@ from longctx_patch.recipes.text_rows import (
 )
 from longctx_patch.recipes.text_sources import stream_of
 from tests.harness import run_distributed
+from tests.recipes.conftest import write_records
 
 EOS = 256
 AWKWARD = ["a" * n for n in (3, 1, 13, 64, 1, 2, 31, 127, 5, 63, 8)]
@@ -42,8 +42,8 @@ class Made:
 
     def __call__(self, cut: Cut, texts: list[str], seq_len: int = 4) -> TextRows:
         self.number += 1
-        path = self.folder / f"{self.number}.jsonl"
-        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        records = ({"text": text} for text in texts)
+        path = write_records(self.folder / f"{self.number}.jsonl", records)
         return cut(stream_of([str(path)], TextReading(byte_tokenizer())), seq_len)
 
 

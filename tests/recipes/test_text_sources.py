@@ -1,7 +1,6 @@
 """Rows of several sources of text: each once, or as often as shares of the tokens ask. These are of
 sources, or of long and short documents."""
 
-import json
 from collections import Counter
 from itertools import accumulate
 from pathlib import Path
@@ -15,6 +14,7 @@ from longctx_patch.recipes.row_order import RowOrder
 from longctx_patch.recipes.settings import Settings
 from longctx_patch.recipes.text_rows import TextRows
 from longctx_patch.recipes.text_sources import rows_of_run
+from tests.recipes.conftest import write_records
 
 SEQ_LEN = 8
 CUTS: dict[str, dict[str, Any]] = {
@@ -30,9 +30,8 @@ DOCUMENTS = {"a": (3, 30, 9, 1), "b": (5,) * 9, "c": (100, 2, 2, 21)}
 def rows_of(folder: Path, how: str = "joined", letters: str = LETTERS, **more: Any) -> TextRows:
     sources = []
     for letter in letters:
-        lines = (json.dumps({"text": letter * n}) for n in DOCUMENTS[letter])
-        sources.append(folder / f"{letter}.jsonl")
-        sources[-1].write_text("\n".join(lines))
+        records = ({"text": letter * n} for n in DOCUMENTS[letter])
+        sources.append(write_records(folder / f"{letter}.jsonl", records))
     given: dict[str, Any] = {"model": "m", "seq_len": SEQ_LEN, "output": str(folder / "out")}
     settings = Settings(**given, text=list(map(str, sources)), **CUTS[how], **more)
     return rows_of_run(settings, byte_tokenizer())

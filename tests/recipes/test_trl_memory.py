@@ -10,12 +10,12 @@ import torch
 import yaml
 from torch import Tensor
 
-from longctx_patch.recipes import dpo, memory_report, sft, trl_memory
+from longctx_patch.recipes import dpo, memory_report, rehearsal, sft, trl_memory
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.trl_memory import MemoryCallback
 from tests.memory.live_bytes import LiveBytes
-from tests.recipes.data.test_reading import words
-from tests.tiny_llama import TINY_LLAMA
+from tests.recipes.conftest import write_records
+from tests.recipes.trl_jobs import save_config
 from tests.trl.cases import rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing`:FutureWarning")
@@ -25,15 +25,10 @@ LENGTHS = [5, 9, 40, 7, 11, 38, 6, 8]
 @pytest.fixture
 def settings(tmp_path: Path) -> Callable[..., list[str]]:
     """Arguments of a recipe in this process, over a model with one layer more than is rehearsed."""
-    tokenizer = words()
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = TINY_LLAMA | ends | {"vocab_size": len(tokenizer), "num_hidden_layers": 4}
-    tokenizer.save_pretrained(tmp_path / "model")
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    save_config(tmp_path / "model", num_hidden_layers=4)
     ids = [{"input_ids": [n % 16 for n in range(length)]} for length in LENGTHS]
     for name, records in (("ids", ids), ("pairs", rows("pairs", 4, 3))):
-        text = "".join(json.dumps(record) + "\n" for record in records)
-        (tmp_path / f"{name}.jsonl").write_text(text)
+        write_records(tmp_path / f"{name}.jsonl", records)
 
     def arguments(data: str, output: str, **more: Any) -> list[str]:
         values = {
@@ -56,7 +51,7 @@ def rehearsed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]
     """(what was found, preflight's options, tokens of the rows) of each rehearsal, with a meter of
     the CPU's tensors."""
     found: list[Any] = []
-    rehearse, seen = trl_memory.preflight, list[Any]()
+    rehearse, seen = rehearsal.preflight, list[Any]()
 
     def metered(handle: Any, loss: Callable[[], Tensor], *given: Any, **options: Any) -> Any:
         def noted() -> Tensor:
@@ -76,7 +71,7 @@ def rehearsed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]
         found.append((result, options, seen.pop(0)))
         return result
 
-    monkeypatch.setattr(trl_memory, "preflight", metered)
+    monkeypatch.setattr(rehearsal, "preflight", metered)
     return found
 
 

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, set_seed
 
 from longctx_patch.recipes import dpo, sft, trl_run
 from longctx_patch.recipes.metrics import read_metrics
-from longctx_patch.recipes.trl_saving import StopCallback
+from longctx_patch.recipes.trl_callbacks import StopCallback
 from longctx_patch.transport.processes import ProcessesFailedError
 from tests.health.flaw import Flaw
 from tests.launching import run_longctx

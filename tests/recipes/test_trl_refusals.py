@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from longctx_patch.recipes import sft
-from tests.recipes.trl_jobs import invoke, make_job, patch, write
+from tests.recipes.conftest import write_records
+from tests.recipes.trl_jobs import invoke, make_job, patch
 
 
 @pytest.fixture
@@ -40,11 +41,11 @@ SAYS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         r"--eval-data: no data at '.*gone.jsonl'",
     ),
     "empty": (
-        lambda job: ["--data", str(write(job / "empty.jsonl", []))],
+        lambda job: ["--data", str(write_records(job / "empty.jsonl", []))],
         "its files hold no records",
     ),
     "other vocabulary": (
-        lambda job: ["--data", str(write(job / "ids.jsonl", [{"input_ids": [3, 4000]}]))],
+        lambda job: ["--data", str(write_records(job / "ids.jsonl", [{"input_ids": [3, 4000]}]))],
         "ids.jsonl, line 1: input_ids.1. is 4000, and the model has vocab_size=",
     ),
     "both": (lambda job: ["--data", f"{job}/pairs.jsonl", "--sft", "--dpo"], "Choose one"),
@@ -68,8 +69,8 @@ def test_what_patch_says_of_text_that_is_evaluated(job: Path) -> None:
     """Texts stay with the recipe for texts, also with --eval-data, and with --sft records are rows.
     --text-field, --eval-data and --too-long reach the settings file."""
     texts = [{"body": " ".join(f"w{n}" for n in range(number))} for number in (60, 150, 20)]
-    data = str(write(job / "learned.jsonl", texts))
-    held_out = str(write(job / "bodies.jsonl", texts))
+    data = str(write_records(job / "learned.jsonl", texts))
+    held_out = str(write_records(job / "bodies.jsonl", texts))
     options = ["--data", data, "--eval-data", held_out, "--text-field", "body"]
     assert "--too-long cut drops the end" in refused(job, *options, "--sft")
     said = patch(job, *options)

@@ -17,6 +17,7 @@ from longctx_patch.recipes.models import byte_tokenizer
 from longctx_patch.recipes.text_rows import joined_rows
 from longctx_patch.recipes.text_sources import stream_of
 from longctx_patch.transport.processes import run_processes
+from tests.recipes.conftest import write_records
 
 
 def documents(*sources: Path | str) -> list[str]:
@@ -71,8 +72,7 @@ def test_one_process_tokenises_for_all(tmp_path: Path) -> None:
     """Processes that start together call the tokenizer once for each document, and a later run not
     at all; all have the same rows."""
     texts = [f"document {number} " * (number % 7 + 1) for number in range(60)]
-    source = tmp_path / "a.jsonl"
-    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    source = write_records(tmp_path / "a.jsonl", ({"text": text} for text in texts))
     joined = [i for text in texts for i in (*text.encode(), 256)]
     wanted = np.array(joined[: len(joined) // 7 * 7]).reshape(-1, 7)
     for processes in (3, 1):
@@ -107,8 +107,7 @@ def test_a_line_that_is_too_long_to_be_read_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readers, "MOST_LINE_BYTES", 1000)
-    file = tmp_path / "a.jsonl"
-    file.write_text("".join(json.dumps({"text": "a" * size}) + "\n" for size in (980, 1200)))
+    file = write_records(tmp_path / "a.jsonl", ({"text": "a" * size} for size in (980, 1200)))
     with pytest.raises(BadRecord, match=r"a.jsonl, line 2: it has more than 1,000 bytes .*2,2"):
         stream_of([str(file)], TextReading(byte_tokenizer()))
 

@@ -1,6 +1,5 @@
 """Tables hold the rows of their sources, are made once, and notice what has changed."""
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +13,12 @@ from longctx_patch.recipes.data.losses import Losses
 from longctx_patch.recipes.data.reading import Reading
 from longctx_patch.recipes.data.records import BadRecord, NoRecords
 from longctx_patch.recipes.data.token_table import lengths_of, losses_of, mixed, stream_of, table_of
+from tests.recipes.conftest import write_records
 from tests.trl.cases import rows, tokenizer
 
 
 def write(path: Path, records: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return str(path)
+    return str(write_records(path, records))
 
 
 def reading(kind: Any = "text", seq_len: int = 100, **more: Any) -> Reading:
