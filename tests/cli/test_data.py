@@ -15,8 +15,9 @@ from longctx_patch.cli.run_data import data_of_run
 from longctx_patch.data import pack_rows
 from longctx_patch.recipes.trl_data import tables_of_run
 from tests.hf.tiny import featured_model
+from tests.recipes.conftest import write_records as write
 from tests.recipes.data.test_reading import CHAT, words
-from tests.recipes.trl_jobs import invoke, make_job, patch, write
+from tests.recipes.trl_jobs import invoke, make_job, patch
 from tests.trl.cases import rows
 
 # Of TRL\'s own defaults.

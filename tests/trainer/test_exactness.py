@@ -27,96 +27,47 @@ from tests.trainer.trained import (
 ACCUMULATED = {"gradient_accumulation_steps": 3}
 ODD = 14
 """Rows of an epoch that has no whole number of accumulated steps."""
-LOGITS = {"ring_degree": 2, "loss": "logits"}
+RING: dict[str, Any] = {"ring_degree": 2}
+ULYSSES = {"ulysses_degree": 2}
+LOGITS = RING | {"loss": "logits"}
+UNLABELLED = ULYSSES | {"layout": "contiguous"}
+"""Some ranks have no label."""
+KEPT = RING | {"checkpoint": "attention"}
+BALANCED = {"layout": "contiguous", "plan": "distflash_balanced", "checkpoint": "full"}
+HALF_KEPT = ULYSSES | {"checkpoint": "offload", "attention_kept": 0.5}
+ADAM = {"optim": "adamw_torch", "learning_rate": 1e-3}
+SEEN = {"include_for_metrics": ["inputs", "loss"]}
+ROUTED = {"output_router_logits": True}
+AND_MORE = {"target_modules": ["q_proj", "down_proj"], "modules_to_save": ["lm_head"]}
+AND_MORE |= {"trainable_token_indices": [3, 7]}
+FOUR_BITS: dict[str, Any] = {"adapters": {"target_modules": "all-linear"}, "four_bits": True}
+FOUR_BITS["model"] = {"intermediate_size": 128}  # a multiple of what bitsandbytes scales together
+CHECKPOINTED = {"gradient_checkpointing": True}
 TWO = [
-    Case("llama", config={"ring_degree": 2}, arguments=ACCUMULATED, num_rows=ODD),
-    Case(
-        "qwen3",
-        "qwen3",
-        config={"ulysses_degree": 2, "layout": "contiguous"},  # ranks without a label
-        arguments={"optim": "adamw_torch", "learning_rate": 1e-3},
-        num_rows=ODD,
-    ),
-    Case(
-        "mixtral",
-        "mixtral",
-        config={"ring_degree": 2, "checkpoint": "attention"},
-        model={"output_router_logits": True},
-    ),
-    Case(
-        "adapters and more",
-        config={"ring_degree": 2},
-        arguments={"gradient_checkpointing": True},
-        adapters={
-            "target_modules": ["q_proj", "down_proj"],
-            "modules_to_save": ["lm_head"],
-            "trainable_token_indices": [3, 7],
-        },
-    ),
-    Case(
-        "adapters over four bits",
-        config={"ring_degree": 2, "checkpoint": "attention", "mlp_tiles": 3},
-        model={"intermediate_size": 128},  # a multiple of what bitsandbytes scales together
-        adapters={"target_modules": "all-linear"},
-        four_bits=True,
-    ),
-    Case(
-        "kept on the host over four bits",
-        config={"ulysses_degree": 2, "checkpoint": "offload", "attention_kept": 0.5},
-        arguments={"max_steps": 2},
-        model={"intermediate_size": 128},
-        adapters={"target_modules": "all-linear"},
-        four_bits=True,
-    ),
-    Case(
-        "hybrid",
-        "qwen3_5_text",
-        config={
-            "ring_degree": 2,
-            "layout": "contiguous",
-            "plan": "distflash_balanced",
-            "checkpoint": "full",
-        },
-        arguments={"max_steps": 4},
-    ),
+    Case("llama", config=RING, arguments=ACCUMULATED, num_rows=ODD),
+    Case("qwen3", "qwen3", config=UNLABELLED, arguments=ADAM, num_rows=ODD),
+    Case("mixtral", "mixtral", config=KEPT, model=ROUTED),
+    Case("adapters and more", config=RING, arguments=CHECKPOINTED, adapters=AND_MORE),
+    Case("four bits", config=KEPT | {"mlp_tiles": 3}, **FOUR_BITS),
+    Case("four bits, kept in half", config=HALF_KEPT, arguments={"max_steps": 2}, **FOUR_BITS),
+    Case("hybrid", "qwen3_5_text", config=RING | BALANCED, arguments={"max_steps": 4}),
     Case("smoothed", config=LOGITS, arguments={"label_smoothing_factor": 0.1}),
     Case("own loss", config=LOGITS, arguments=ACCUMULATED, own_loss=True),
 ]
-FOUR = [
-    Case(
-        "mistral",
-        "mistral",
-        config={"ulysses_degree": 2, "ring_degree": 2},
-        model={"tie_word_embeddings": True},
-    ),
-]
+FOUR = [Case("mistral", "mistral", config=RING | ULYSSES, model={"tie_word_embeddings": True})]
+SHARES = ULYSSES | {"loss": "logits"}
 REPLICAS = [
-    Case(
-        "replicas of mistral",
-        "mistral",
-        config={"ring_degree": 2},
-        arguments=ACCUMULATED,
-        num_rows=12,  # as many as one process with twice the batch takes in an epoch
-    ),
-    Case(
-        "replicas of qwen3",
-        "qwen3",
-        config={"ulysses_degree": 2, "loss": "logits"},
-        arguments={"include_for_metrics": ["inputs", "loss"]},
-        num_rows=ODD,
-        predicts=True,
-    ),
+    # It has as many rows as one process with twice the batch takes in an epoch.
+    Case("replicas of mistral", "mistral", config=RING, arguments=ACCUMULATED, num_rows=12),
+    Case("of qwen3", "qwen3", config=SHARES, arguments=SEEN, num_rows=ODD, predicts=True),
     Case(
         "replicas of mixtral",
         "mixtral",
-        config={"ring_degree": 2},
+        config=RING,
         arguments=ACCUMULATED,
-        model={"output_router_logits": True, "router_aux_loss_coef": 0.1},
+        model=ROUTED | {"router_aux_loss_coef": 0.1},
     ),
 ]
-
-
-RING: dict[str, Any] = {"ring_degree": 2}
 SHARDED = [
     Case(
         f"{copies} copies of shards",
@@ -128,6 +79,7 @@ SHARDED = [
     for copies in (1, 2)
 ]
 """FSDP2 over replicas and the ranks of a row, and over these with copies beside them (HSDP)."""
+DEFERRED = {"gradient_accumulation_kwargs": {"sync_each_batch": False}}
 
 
 class Watch(TrainerCallback):
@@ -164,9 +116,6 @@ def train_on_four(cases: list[Case], folder: str, exported: dict[str, str]) -> O
             make_trainer(case, folder, is_patched=True, callbacks=[watch]).train()
         found.append(watch.found)
     return OfFour(trained, launched, found)
-
-
-DEFERRED = {"gradient_accumulation_kwargs": {"sync_each_batch": False}}
 
 
 def exported_by_launcher(folder: Path) -> dict[str, str]:

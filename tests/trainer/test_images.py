@@ -23,21 +23,18 @@ from tests.trainer.trained import (
 )
 
 RING: dict[str, Any] = {"ring_degree": 2}
+KEPT = RING | {"checkpoint": "attention"}
 ALONE = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1}
-STOCK = {"gradient_checkpointing": False}
+STOCK, CHECKPOINTED = ({"gradient_checkpointing": on} for on in (False, True))
+THRICE, TWICE = ({"gradient_accumulation_steps": number} for number in (3, 2))
+SMOOTHED = ALONE | TWICE | CHECKPOINTED | {"label_smoothing_factor": 0.1}
 TWO = [
-    Case(
-        "pictures",
-        "qwen3_vl",
-        config=RING | {"checkpoint": "attention"},
-        arguments={"gradient_accumulation_steps": 3},
-        has_images=True,
-    ),
+    Case("pictures", "qwen3_vl", config=KEPT, arguments=THRICE, has_images=True),
     Case(
         "adapters, in the encoder too",
         "qwen2_5_vl",
         config={"ulysses_degree": 2, "layout": "contiguous"},
-        arguments={"gradient_checkpointing": True},
+        arguments=CHECKPOINTED,
         adapters={"target_modules": "all-linear"},
         has_images=True,
         every_row_has_images=True,
@@ -46,9 +43,7 @@ TWO = [
         "some batches of text",
         "qwen2_vl",
         config=RING | {"loss": "logits"},
-        arguments=ALONE
-        | {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2}
-        | {"gradient_checkpointing": True},
+        arguments=SMOOTHED,
         has_images=True,
     ),
     Case("pictures that see each other", "gemma3", config=RING, arguments=ALONE, has_images=True),
@@ -57,7 +52,7 @@ REPLICAS = Case("replicas", "qwen3_vl", config=RING, has_images=True)
 SHARDED = replace(
     REPLICAS,
     name="shards",
-    arguments={"gradient_accumulation_steps": 2},
+    arguments=TWICE,
     sharding=sharded(RING, "Qwen3VLTextDecoderLayer", 1),
     every_row_has_images=True,
 )

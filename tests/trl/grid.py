@@ -19,8 +19,8 @@ from tests.plugin.launched import run_launched
 from tests.trainer import trained
 from tests.trainer.trained import Trained, complaints, difference
 from tests.trl import cases
+from tests.trl.test_trainers import PACKED, ROUTED
 
-PACKED = {"packing": True, "max_length": 40}
 CHAT = {"assistant_only_loss": True}
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Trainer": ("trainer", "", {}),
@@ -31,7 +31,6 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "KTO": ("kto", "labelled", {}),
 }
 """Trainer, rows and arguments."""
-ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "qwen3": {}, "mistral": {}, "mixtral": ROUTED}
 WORLDS = ((1, 2), (2, 2), (1, 4))
 """Replicas, and ranks per row."""

@@ -11,10 +11,8 @@ from tests.trainer.trained import Trained, complaints, sharded
 from tests.trl.cases import Case, train_all, write_rows
 
 RING: dict[str, Any] = {"ring_degree": 2}
-ULYSSES, BOTH = (
-    {"ulysses_degree": 2},
-    {"ring_degree": 2, "ulysses_degree": 2},
-)
+ULYSSES = {"ulysses_degree": 2}
+BOTH = RING | ULYSSES
 THRICE = {"gradient_accumulation_steps": 3}
 ALL_OF_DPO = [
     *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot"),
@@ -26,42 +24,29 @@ ALL_LOSSES = {
     "label_smoothing": 0.1,
 }
 BEFOREHAND = {"precompute_ref_log_probs": True}
+WEIGHED = BEFOREHAND | {"use_weighting": True, "ld_alpha": 0.5}
 ONE_PAIR = {"per_device_train_batch_size": 1}
 """Then gradients of a head that learns are made in forward."""
-PACKED = {"packing": True, "max_length": 40}
-
+PACKED, PADDING_FREE = (
+    {"packing": True, "max_length": 40},
+    {"padding_free": True, "max_length": None},
+)
 GENERATED = {"max_completion_length": 8, "num_generations": 4, "beta": 0.1, "max_steps": 4}
+TWO_EACH = GENERATED | {"num_generations": 2, "beta": 0.02}
+TWICE = GENERATED | {"num_iterations": 2, "top_entropy_quantile": 0.5}
+ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+SHARDED = {copies: sharded(RING, "LlamaDecoderLayer", copies=copies) for copies in (1, 2)}
+QWEN3_SHARDED = sharded(RING, "Qwen3DecoderLayer", copies=1)
 
 TWO = [
     Case("sft", "sft", "text", RING, arguments=THRICE, layers=2),
     Case("dft", "sft", "text", RING, "mixtral", arguments={"loss_type": "dft"}),
-    Case(
-        "padding-free",
-        "sft",
-        "text",
-        ULYSSES,
-        "mistral",
-        arguments={"padding_free": True, "max_length": None},
-    ),
+    Case("padding-free", "sft", "text", ULYSSES, "mistral", arguments=PADDING_FREE),
     Case("dpo", "dpo", "pairs", RING, arguments=THRICE),
-    Case(
-        "dpo beforehand",
-        "dpo",
-        "pairs",
-        RING,
-        arguments=BEFOREHAND | {"use_weighting": True, "ld_alpha": 0.5},
-    ),
+    Case("dpo beforehand", "dpo", "pairs", RING, arguments=WEIGHED),
     Case("dpo of one pair", "dpo", "pairs", RING, arguments=ALL_LOSSES | ONE_PAIR),
     Case("kto", "kto", "labelled", ULYSSES, "qwen3"),
-    Case(
-        "rloo",
-        "rloo",
-        "prompts",
-        ULYSSES,
-        "mistral",
-        adapter=True,
-        arguments=GENERATED | {"num_generations": 2, "beta": 0.02},
-    ),
+    Case("rloo", "rloo", "prompts", ULYSSES, "mistral", adapter=True, arguments=TWO_EACH),
 ]
 FOUR = [
     Case("kto with adapters", "kto", "labelled", BOTH, adapter=True, arguments=BEFOREHAND),
@@ -70,48 +55,11 @@ REPLICAS = [
     Case("chat", "sft", "chat", ULYSSES, "qwen3", arguments={"assistant_only_loss": True}),
     Case("packed", "sft", "text", RING, arguments=PACKED | THRICE, layers=2),
     Case("dpo with adapters", "dpo", "pairs", ULYSSES, adapter=True, arguments=ALL_LOSSES),
-    Case(
-        "grpo",
-        "grpo",
-        "prompts",
-        RING,
-        "qwen3",
-        adapter=True,
-        arguments=GENERATED | {"num_iterations": 2, "top_entropy_quantile": 0.5},
-    ),
-    Case(
-        "routed",
-        "sft",
-        "text",
-        RING,
-        "mixtral",
-        arguments=THRICE,
-        model={"output_router_logits": True, "router_aux_loss_coef": 0.1},
-    ),
-    Case(
-        "sft of shards",
-        "sft",
-        "completion",
-        RING,
-        "qwen3",
-        sharding=sharded(RING, "Qwen3DecoderLayer", copies=1),
-    ),
-    Case(
-        "dpo of copies of shards",
-        "dpo",
-        "pairs",
-        RING,
-        arguments=THRICE | ONE_PAIR,
-        sharding=sharded(RING, "LlamaDecoderLayer", copies=2),
-    ),
-    Case(
-        "grpo of shards",
-        "grpo",
-        "prompts",
-        RING,
-        arguments=GENERATED,
-        sharding=sharded(RING, "LlamaDecoderLayer", copies=1),
-    ),
+    Case("grpo", "grpo", "prompts", RING, "qwen3", adapter=True, arguments=TWICE),
+    Case("routed", "sft", "text", RING, "mixtral", arguments=THRICE, model=ROUTED),
+    Case("sft of shards", "sft", "completion", RING, "qwen3", sharding=QWEN3_SHARDED),
+    Case("dpo of HSDP", "dpo", "pairs", RING, arguments=THRICE | ONE_PAIR, sharding=SHARDED[2]),
+    Case("grpo of shards", "grpo", "prompts", RING, arguments=GENERATED, sharding=SHARDED[1]),
 ]
 """A prompt's generations are of both replicas in the last case."""
 
