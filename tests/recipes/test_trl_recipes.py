@@ -23,6 +23,7 @@ from longctx_patch.transport.processes import ProcessesFailedError
 from tests.health.flaw import Flaw
 from tests.launching import run_longctx
 from tests.plugin.launched import run_launched
+from tests.recipes.conftest import flags_of
 from tests.recipes.data.test_reading import NO_MARKS
 from tests.recipes.test_model_card import Hub
 from tests.recipes.trl_jobs import make_job, patch
@@ -35,6 +36,11 @@ COMPARED = re.compile(
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
     return make_job(tmp_path)
+
+
+def of_run(job: Path, recipe: str = "sft", **values: Any) -> list[str]:
+    """The arguments of a run in the folder that `patch` has written."""
+    return ["--config", str(job / "run" / f"{recipe}.yaml"), *flags_of(**values)]
 
 
 def agree(folder: Path, other: Path, *, compared: re.Pattern[str] = COMPARED) -> None:
@@ -58,18 +64,15 @@ def test_a_chat_job_of_three_epochs(job: Path) -> None:
     said = patch(job, *data, "--chat-template", str(template), "--context", "128")
     command = said.strip().splitlines()[-1].split()
     assert command[:2] == ["longctx", "train"]
-    more = ["--num-train-epochs", "3", "--eval-strategy", "epoch", "--save-strategy", "epoch"]
-    more += ["--learning-rate", "0.5", "--gradient-accumulation-steps", "2", "--lr-scheduler-type"]
-    more += ["constant", "--optim", "sgd", "--disable-tqdm", "1"]
-    more += ["--early-stopping", "5", "--metric-for-best-model", "eval_loss"]
-    more += ["--greater-is-better", "1"]  # so that the best is not the last
-    more += ["--report-to", "tensorboard"]
+    more = flags_of(num_train_epochs=3, eval_strategy="epoch", save_strategy="epoch")
+    more += flags_of(learning_rate=0.5, gradient_accumulation_steps=2, optim="sgd")
+    more += flags_of(lr_scheduler_type="constant", disable_tqdm=1, report_to="tensorboard")
+    more += flags_of(early_stopping=5, metric_for_best_model="eval_loss")
+    more += flags_of(greater_is_better=1)  # so that the best is not the last
     code, printed = run_longctx(job / "said", *command[1:], *more)
     assert code == 0, printed
     training = job / "run" / "training"
-    settings = str(job / "run" / "sft.yaml")
-    one = ["--config", settings, *more, "--ulysses", "1", "--output-dir", str(job / "one")]
-    run_launched(sft.main, 1, one)
+    run_launched(sft.main, 1, [*of_run(job, ulysses=1, output_dir=job / "one"), *more])
     agree(training, job / "one")
 
     found = read_metrics(training)
@@ -107,13 +110,12 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
 def test_a_preference_job(job: Path) -> None:
     """The reference is the model with its adapter off, or a second copy of all weights."""
     patch(job, "--data", str(job / "pairs.jsonl"), "--dpo")
-    usual = ["--config", str(job / "run" / "dpo.yaml"), "--max-steps", "3"]
-    usual += ["--learning-rate", "0.1"]
+    usual = of_run(job, "dpo", max_steps=3, learning_rate=0.1)
     for number, more in enumerate(([], ["--full", "--optim", "sgd"])):
         folders = [job / f"{name}{number}" for name in ("two", "one")]
-        run_launched(dpo.main, 2, [*usual, *more, "--output-dir", str(folders[0])])
-        alone = [*usual, *more, "--ulysses", "1", "--output-dir", str(folders[1])]
-        run_launched(dpo.main, 1, alone)
+        for ranks, folder in zip((2, 1), folders, strict=True):
+            given = [*usual, *more, *flags_of(ulysses=ranks, output_dir=folder)]
+            run_launched(dpo.main, ranks, given)
         agree(*folders)
         # TRL's second adapter, the one before training, is not saved with the trained one.
         assert not [path for path in (folders[0] / "final").iterdir() if path.is_dir()]
@@ -134,9 +136,8 @@ def train_with_flaw(arguments: list[str], step: int) -> None:
 @pytest.mark.timeout(600)
 def test_a_skipped_step_has_its_line(job: Path) -> None:
     patch(job, "--data", str(job / "texts.jsonl"), "--sft")
-    usual = ["--config", str(job / "run" / "sft.yaml"), "--max-steps", "4", "--logging-steps", "1"]
-    watched = ["--sentinel-every", "2"]
-    run_launched(train_with_flaw, 2, [*usual, "--skip-bad-steps", "1", *watched], 3)
+    usual = of_run(job, max_steps=4, logging_steps=1, skip_bad_steps=1, sentinel_every=2)
+    run_launched(train_with_flaw, 2, usual, 3)
     lines = [
         json.loads(line, parse_constant=pytest.fail)
         for line in (job / "run" / "training" / "metrics.jsonl").read_text().splitlines()
@@ -154,9 +155,8 @@ def test_a_skipped_step_has_its_line(job: Path) -> None:
 def test_a_run_goes_on_where_it_stopped(job: Path) -> None:
     """Packed texts, held out in part: the steps after the checkpoint are those of the whole run."""
     patch(job, "--data", str(job / "texts.jsonl"), "--sft", "--pack")
-    usual = ["--config", str(job / "run" / "sft.yaml"), "--max-steps", "4", "--save-steps", "2"]
-    usual += ["--eval-strategy", "steps", "--eval-steps", "2", "--eval-share", "0.3"]
-    usual += ["--output-dir", str(job / "whole")]
+    usual = of_run(job, max_steps=4, save_steps=2, eval_strategy="steps", eval_steps=2)
+    usual += flags_of(eval_share=0.3, output_dir=job / "whole")
     run_launched(sft.main, 2, usual)
     whole = read_metrics(job / "whole")
     last = job / "whole" / "checkpoint-4"
@@ -196,8 +196,8 @@ def stopped_by_a_signal(arguments: list[str]) -> int:
 def check_signals(job: Path, usual: list[str], whole: list[dict[str, float]]) -> None:
     """A run that a signal stopped has saved the step, and goes on to the same numbers."""
     output = job / "stopped"
-    command = [*usual, "--output-dir", str(output), "--save-steps", "100", "--resume", "auto"]
-    command += ["--save-total-limit", "1"]
+    more = flags_of(output_dir=output, save_steps=100, resume="auto", save_total_limit=1)
+    command = [*usual, *more]
     assert run_launched(stopped_by_a_signal, 2, command) == [138, 138]
     assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-2"]
     assert not (output / "final").exists()
@@ -225,7 +225,7 @@ def ended(arguments: list[str]) -> tuple[float, float]:
 def check_totals(job: Path, usual: list[str]) -> None:
     """Means, tokens and the loss at the end of a run that was stopped between two logs are those of
     the whole run. They were counted from the resumption."""
-    command = [*usual, "--save-steps", "100", "--resume", "auto", "--logging-steps", "3"]
+    command = [*usual, *flags_of(save_steps=100, resume="auto", logging_steps=3)]
     folders = [job / "logged", job / "logged_in_parts"]
     given = [[*command, "--output-dir", str(folder)] for folder in folders]
     whole = run_launched(ended, 2, given[0])
@@ -275,9 +275,8 @@ def train_and_push(arguments: list[str]) -> list[tuple[str, ...]]:
 
 def test_the_trained_model_is_uploaded(job: Path) -> None:
     patch(job, "--data", str(job / "chats.jsonl"))
-    usual = ["--config", str(job / "run" / "sft.yaml"), "--max-steps", "1", "--ulysses", "1"]
-    push = ["--push-to-hub", "1", "--hub-model-id", "me/model", "--hub-private-repo", "1"]
-    (calls,) = run_launched(train_and_push, 1, [*usual, *push])
+    push = flags_of(push_to_hub=1, hub_model_id="me/model", hub_private_repo=1)
+    (calls,) = run_launched(train_and_push, 1, [*of_run(job, max_steps=1, ulysses=1), *push])
     final = job / "run" / "training" / "final"
     files = sorted(path.name for path in final.iterdir())
     assert calls[0] == ("create_repo", "me/model", "True", "True")
@@ -289,14 +288,14 @@ def test_the_trained_model_is_uploaded(job: Path) -> None:
 @pytest.mark.timeout(600)
 def test_a_stream_trains_as_a_table_in_its_order(job: Path) -> None:
     patch(job, "--data", str(job / "chats.jsonl"))
-    usual = ["--config", str(job / "run" / "sft.yaml"), "--max-steps", "3", "--optim", "sgd"]
-    stream = [*usual, "--streaming", "--output-dir", str(job / "stream"), "--save-steps", "1"]
-    stream += ["--save-total-limit", "1", "--keep-every", "2"]
+    usual = of_run(job, max_steps=3, optim="sgd")
+    stream = [*usual, "--streaming", *flags_of(output_dir=job / "stream", save_steps=1)]
+    stream += flags_of(save_total_limit=1, keep_every=2)
     run_launched(sft.main, 2, stream)
     saved = sorted(path.name for path in (job / "stream").glob("checkpoint-*"))
     assert saved == ["checkpoint-2", "checkpoint-3"]
-    table = [*usual, "--train-sampling-strategy", "sequential", "--shuffle-dataset", "0"]
-    run_launched(sft.main, 1, [*table, "--ulysses", "1", "--output-dir", str(job / "table")])
+    table = flags_of(train_sampling_strategy="sequential", shuffle_dataset=0)
+    run_launched(sft.main, 1, [*usual, *table, *flags_of(ulysses=1, output_dir=job / "table")])
     agree(job / "stream", job / "table")
     check_that_other_data_is_refused(job / "chats.jsonl", stream)
 

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.plugin.launched import run_launched
 from tests.trainer.trained import (
     Case,
     Trained,
     complaints,
+    empty,
+    found_of,
     make_trainer,
     model_of,
     numbers,
@@ -45,14 +46,10 @@ def run(folder: str, is_patched: bool, checkpoint: str | None = None) -> Trained
     case = Case("", config=CASE.config, arguments=CASE.arguments | more, num_rows=CASE.num_rows)
     model = model_of(CASE)
     if checkpoint:
-        with torch.no_grad():  # nothing of a resumed run comes from its first weights
-            for parameter in model.parameters():
-                parameter.zero_()
+        empty(model)
     trainer = make_trainer(case, folder, is_patched=is_patched, model=model)
     trainer.train(resume_from_checkpoint=checkpoint)
-    logged = [numbers(entry) for entry in trainer.state.log_history]
-    best = {"step": float(trainer.state.best_global_step or 0)}
-    return Trained(logged, weights_of(trainer.model), best)
+    return found_of(trainer, {"step": float(trainer.state.best_global_step or 0)})
 
 
 def runs(folder: str, is_patched: bool, checkpoints: list[str | None]) -> list[Trained]:

@@ -38,7 +38,10 @@ HALF_KEPT = ULYSSES | {"checkpoint": "offload", "attention_kept": 0.5}
 ADAM = {"optim": "adamw_torch", "learning_rate": 1e-3}
 SEEN = {"include_for_metrics": ["inputs", "loss"]}
 ROUTED = {"output_router_logits": True}
-AND_MORE = {"target_modules": ["q_proj", "down_proj"], "modules_to_save": ["lm_head"]}
+AND_MORE: dict[str, Any] = {
+    "target_modules": ["q_proj", "down_proj"],
+    "modules_to_save": ["lm_head"],
+}
 AND_MORE |= {"trainable_token_indices": [3, 7]}
 FOUR_BITS: dict[str, Any] = {"adapters": {"target_modules": "all-linear"}, "four_bits": True}
 FOUR_BITS["model"] = {"intermediate_size": 128}  # a multiple of what bitsandbytes scales together

@@ -112,8 +112,20 @@ def test_a_run_goes_on_from_what_is_whole_alone(tmp_path: Path) -> None:
     first, second = run_launched(goes_on, 2, str(tmp_path))
     assert first["from 2"]
     assert first["newest"]
-    for name in ("damaged", "unsealed", "alone", "none", "nothing", "missing", "disagree"):
+    folder = tmp_path / "a"
+    newest = f"The newest whole one is {folder / 'checkpoint-4'}: train(resume_from_checkpoint="
+    spoilt = f"{folder / 'checkpoint-6'} is not whole: optimizer_state/__0_0.distcp is damaged"
+    for name, *fragments in (
+        ("damaged", spoilt, newest),
+        ("unsealed", f"{MANIFEST} is missing: it was not saved to the end"),
+        ("alone", "rng_state_1.pth is damaged", "beside it is whole: get it back from a copy"),
+        ("none", "none of the checkpoints under"),
+        ("nothing", "there is no complete checkpoint under"),
+        ("missing", "the folder is missing"),
+        ("disagree", "is [None, 'checkpoint-2'] on ranks 0 to 1"),
+    ):
         assert first[name] == second[name], name
+        assert all(words in first[name] for words in fragments), first[name]
     assert first["written"] == [
         ["checkpoint-2"],
         ["checkpoint-2", "checkpoint-4"],
@@ -122,35 +134,16 @@ def test_a_run_goes_on_from_what_is_whole_alone(tmp_path: Path) -> None:
     assert first["problems"] == []
     ours = {"theirs.pt", "longctx.json", "rng_state_1.pth", "optimizer_state/__0_0.distcp"}
     assert ours < set(first["files"])
-    folder = tmp_path / "a"
-    assert (
-        f"{folder / 'checkpoint-6'} is not whole: optimizer_state/__0_0.distcp is damaged"
-        in first["damaged"]
-    )
-    newest = f"The newest whole one is {folder / 'checkpoint-4'}: train(resume_from_checkpoint="
-    assert newest in first["damaged"]
     assert first["as it was"]
     moved, damaged, name, going = first["said"]
     place = tmp_path / "b" / "checkpoint-4"
-    assert moved == (
-        f"{place} was no checkpoint of this package: it is now checkpoint-4.kept, with all its "
-        "files"
-    )
+    assert f"{place} was no checkpoint of this package: it is now checkpoint-4.kept" in moved
     kept = [path.name for path in place.with_name("checkpoint-4.kept").iterdir()]
     assert kept == ["notes.txt"]  # not marked as ours, by which it might be deleted
     assert problems_of(place) == []
-    assert damaged.startswith(
-        f"a checkpoint is damaged: {folder / 'checkpoint-6'}: optimizer_state/"
-    )
+    assert damaged.startswith(f"a checkpoint is damaged: {folder / 'checkpoint-6'}: optimizer_st")
     assert name == f"going on from {folder / 'checkpoint-4'}, in which every file is whole"
     assert going == f"resume_from_checkpoint=True: going on from {folder / 'checkpoint-4'}"
-    assert f"{MANIFEST} is missing: it was not saved to the end" in first["unsealed"]
-    assert "rng_state_1.pth is damaged" in first["alone"]
-    assert "No other one beside it is whole: get it back from a copy" in first["alone"]
-    assert "none of the checkpoints under" in first["none"]
-    assert "there is no complete checkpoint under" in first["nothing"]
-    assert "the folder is missing" in first["missing"]
-    assert "is [None, 'checkpoint-2'] on ranks 0 to 1" in first["disagree"]
 
 
 def alone(folder: str) -> dict[str, Any]:
@@ -224,10 +217,8 @@ def test_stock_checkpoints_are_taken_and_old_ones_go_last(tmp_path: Path) -> Non
     assert found["same"]
     assert found["ended"], "a run that goes on from its last step made another one"
     by_name, going, newest = found["said"]
-    assert by_name == (
-        f"{tmp_path / 'ours' / 'checkpoint-4'} has no manifest, as those of other trainers and "
-        "older versions: files are taken as they are"
-    )
+    place = tmp_path / "ours" / "checkpoint-4"
+    assert by_name.startswith(f"{place} has no manifest, as those of other trainers and older")
     assert newest == by_name
     assert going == "resume_from_checkpoint=True: going on from " + by_name.split(" ", 1)[0]
     pairs = [["checkpoint-2"], ["checkpoint-2", "checkpoint-4"], ["checkpoint-4", "checkpoint-6"]]

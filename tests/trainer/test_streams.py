@@ -21,12 +21,12 @@ from tests.trainer.trained import (
     Case,
     Trained,
     complaints,
+    found_of,
     make_trainer,
     numbers,
     padded,
     rows,
     sharded,
-    weights_of,
 )
 
 EPOCHS: dict[str, Any] = {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 2}
@@ -121,17 +121,23 @@ def run_all(folder: str, is_patched: bool) -> dict[str, Trained]:
         trainer.train()
         if is_patched:
             assert isinstance(trainer.model_wrapped, DistributedDataParallel), name
-        evaluated = numbers(trainer.evaluate())
-        logged = [numbers(entry) for entry in trainer.state.log_history]
-        found[name] = Trained(logged, weights_of(trainer.model), evaluated)
+        found[name] = found_of(trainer, numbers(trainer.evaluate()))
         if isinstance(trainer, LongContextTrainerMixin):
             trainer.unpatch()
     return found
 
 
+def run_on_two(folder: str) -> tuple[dict[str, Trained], str]:
+    return run_all(folder, True), check_missing_logits(folder)
+
+
 def test_two_ranks_are_one_process(tmp_path: Path) -> None:
+    """A loss that reads logits is told how to have them."""
     (one,) = run_launched(run_all, 1, str(tmp_path / "one"), False)
-    for found in run_launched(run_all, 2, str(tmp_path / "two"), True):
+    for found, said in run_launched(run_on_two, 2, str(tmp_path / "two")):
+        assert "With loss='chunked' a batch with labels has no outputs.logits" in said
+        assert 'LongContextConfig(loss="logits")' in said
+        assert "token_log_probs(inputs, model=model)" in said
         for name, wanted in one.items():
             wrong = complaints(found[name], wanted, BF16.get(name, 1e-5))
             assert not wrong, "\n".join([name, *wrong])
@@ -158,8 +164,7 @@ def check_groups(folder: str) -> list[Trained]:
             else:
                 trainer.evaluate()
             trainer.train()
-        logged = [numbers(entry) for entry in trainer.state.log_history if "loss" in entry]
-        found.append(Trained(logged, weights_of(trainer.model), {}))
+        found.append(losses_of(trainer))
     for dataset in (Stream(7), Sized(7)):
         with pytest.raises(ValueError, match=r"is read as a stream.*2 sequence groups: Accelerate"):
             trainer.evaluate(dataset)
@@ -171,8 +176,12 @@ def train_alone(folder: str) -> Trained:
         Case("alone", arguments=FEW), folder, is_patched=False, train_dataset=Sized(8)
     )
     trainer.train()
-    logged = [numbers(entry) for entry in trainer.state.log_history if "loss" in entry]
-    return Trained(logged, weights_of(trainer.model), {})
+    return losses_of(trainer)
+
+
+def losses_of(trainer: Trainer) -> Trained:
+    found = found_of(trainer, {})
+    return found._replace(logged=[entry for entry in found.logged if "loss" in entry])
 
 
 def test_two_groups_read_a_stream_as_one_process_with_twice_the_batch(tmp_path: Path) -> None:
@@ -196,13 +205,6 @@ def check_missing_logits(folder: str) -> str:
     with pytest.raises(TypeError) as raised:
         trainer.train()
     return "\n".join(raised.value.__notes__)
-
-
-def test_a_loss_that_reads_logits_is_told_how_to_have_them(tmp_path: Path) -> None:
-    for said in run_launched(check_missing_logits, 2, str(tmp_path)):
-        assert "With loss='chunked' a batch with labels has no outputs.logits" in said
-        assert 'LongContextConfig(loss="logits")' in said
-        assert "token_log_probs(inputs, model=model)" in said
 
 
 @pytest.mark.parametrize(

@@ -217,6 +217,11 @@ def train(case: Case, folder: str, is_patched: bool) -> Trained:
         evaluated = numbers(trainer.evaluate())
         predicted = trainer.predict(rows_of(case, 5, seed=3)) if case.predicts else None
     assert isinstance(trainer.model_wrapped, FSDPModule) == bool(case.sharding and is_patched)
+    return found_of(trainer, evaluated, predicted)
+
+
+def found_of(trainer: Any, evaluated: dict[str, float], predicted: Any = None) -> Trained:
+    """What a trainer that is done has logged and learned."""
     logged = [numbers(entry) for entry in trainer.state.log_history]
     return Trained(logged, weights_of(trainer.model), evaluated, predicted)
 
@@ -230,15 +235,20 @@ def weights_after(
     from_zero: bool = False,
     **options: Any,
 ) -> dict[str, Tensor]:
-    """Train to the end. Nothing of a resumed run comes from its first weights, which are 0."""
+    """Train to the end, in a resumed run from weights that are 0 at first."""
     model = model_of(case)
     if resume or from_zero:
-        with torch.no_grad():
-            for parameter in filter(lambda each: each.requires_grad, model.parameters()):
-                parameter.zero_()
+        empty(model)
     trainer = make_trainer(case, folder, is_patched=is_patched, model=model, **options)
     trainer.train(resume_from_checkpoint=resume)
     return weights_of(trainer.model)
+
+
+def empty(model: Any) -> None:
+    """Make all trained weights 0, of which nothing comes in a resumed run."""
+    with torch.no_grad():
+        for parameter in filter(lambda each: each.requires_grad, model.parameters()):
+            parameter.zero_()
 
 
 def weights_of(model: Any) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ from trl import (
 from longctx_patch import LongContextConfig, LongContextTrainerMixin
 from tests.hf.tiny import VOCABULARY, featured_model
 from tests.plugin.launched import sharding_on_cpus
-from tests.trainer.trained import STEPS, Trained, numbers, weights_of
+from tests.trainer.trained import STEPS, Trained, found_of, numbers
 
 WORDS = VOCABULARY - 4
 CHAT = (
@@ -138,11 +138,10 @@ def train(case: Case, folder: Path, is_patched: bool, **given: Any) -> Trained:
         trainer.train()
         evaluated = trainer.evaluate()
     assert isinstance(trainer.model_wrapped, FSDPModule) == shards
-    weights = weights_of(trainer.model)
+    found = found_of(trainer, numbers(evaluated))
     if is_patched:
         trainer.unpatch()
-    logged = [numbers(entry) for entry in trainer.state.log_history]
-    return Trained(logged, weights, numbers(evaluated))
+    return found
 
 
 def make_trainer(case: Case, folder: Path, is_patched: bool, **given: Any) -> Any:
