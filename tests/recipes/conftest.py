@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, set_seed
 
-from longctx_patch.recipes import finetune
+from longctx_patch.recipes import finetune, models
 from longctx_patch.recipes.metrics import read_metrics
-from longctx_patch.recipes.models import byte_tokenizer
+from longctx_patch.recipes.settings import Settings
 from tests.tiny_llama import TINY_LLAMA
 
 Start = Callable[..., Path]
@@ -38,7 +39,7 @@ def base(tmp_path: Path) -> Path:
     """Such a model with weights, whose tokens are bytes."""
     set_seed(0)
     AutoModelForCausalLM.from_config(LlamaConfig(**TINY_LLAMA)).save_pretrained(tmp_path / "base")
-    byte_tokenizer().save_pretrained(tmp_path / "base")
+    models.byte_tokenizer().save_pretrained(tmp_path / "base")
     return tmp_path / "base"
 
 
@@ -62,6 +63,18 @@ def start(config_file: Path, text_file: Path, tmp_path: Path) -> Start:
         return tmp_path / folder
 
     return started
+
+
+def settings_of(model: Path | str = "m", **values: Any) -> Settings:
+    """The recipe's settings, of which these are said."""
+    usual: dict[str, Any] = {"model": str(model), "text": ["t"], "output": "out", "seq_len": 64}
+    return Settings(**usual | values)
+
+
+def loaded(settings: Settings, *, sharded: bool = False) -> Any:
+    """The model on the CPU."""
+    config, cpu = models.load_config(settings), torch.device("cpu")
+    return models.load_model(settings, config, cpu, sharded=sharded, say=lambda _: None)
 
 
 def flags_of(**values: Any) -> list[str]:

@@ -2,32 +2,19 @@
 read. What a model's code does not train stays frozen."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from longctx_patch.recipes import models
-from longctx_patch.recipes.settings import Settings
 from tests.hf.tiny import SUPPORTED, featured_model
-
-CPU = torch.device("cpu")
-
-
-def settings(folder: Path, **more: Any) -> Settings:
-    given: dict[str, Any] = {"model": str(folder), "text": ["a"], "output": "out"}
-    return Settings(**given, seq_len=16, dtype="float32", **more)
+from tests.recipes.conftest import loaded, settings_of
 
 
 def saved(family: str, folder: Path) -> Path:
     featured_model(family).save_pretrained(folder)
     return folder
-
-
-def loaded(asked: Settings, *, sharded: bool = False) -> Any:
-    config = models.load_config(asked)
-    return models.load_model(asked, config, CPU, sharded=sharded, say=lambda _: None)
 
 
 @pytest.mark.parametrize(
@@ -39,11 +26,9 @@ def loaded(asked: Settings, *, sharded: bool = False) -> Any:
         ("falcon_h1", {"conv1d", "out_proj"}),
     ],
 )
-def test_linear_layers_that_cant_have_an_adapter_have_none(
-    family: str, left_out: set[str], tmp_path: Path
-) -> None:
+def test_linear_layers_that_cant_have_an_adapter_have_none(family: str, left_out: set[str]) -> None:
     """A router's result is no tensor, and peft refuses what Mamba's kernels take the weights of."""
-    model = models.add_lora(featured_model(family), settings(tmp_path), seed=0)
+    model = models.add_lora(featured_model(family), settings_of(), seed=0)
     wrapped = {
         name.rsplit(".", 1)[-1]
         for name, module in model.named_modules()
@@ -60,7 +45,7 @@ def test_linear_layers_that_cant_have_an_adapter_have_none(
 @pytest.mark.parametrize("family", ["llama", "olmo_hybrid"])
 def test_an_adapter_is_the_same_however_weights_are_read(family: str, tmp_path: Path) -> None:
     """Before OLMo hybrid's weights are read whole, it is tried to read them by rows."""
-    asked = settings(saved(family, tmp_path))
+    asked = settings_of(saved(family, tmp_path), dtype="float32")
     found: list[dict[str, Tensor]] = []
     for number, sharded in enumerate((False, True)):
         torch.manual_seed(number)
@@ -82,7 +67,7 @@ def test_what_a_model_does_not_train_is_not_trained_after_reading(
     frozen = {name for name, p in made.named_parameters() if not p.requires_grad}
     assert frozen
     made.save_pretrained(tmp_path)
-    model = loaded(settings(tmp_path, full=True)).train()
+    model = loaded(settings_of(tmp_path, dtype="float32", full=True)).train()
     assert {name for name, p in model.named_parameters() if not p.requires_grad} == frozen
     ids = torch.arange(3, 20)[None]
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()

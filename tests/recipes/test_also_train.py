@@ -10,10 +10,10 @@ from torch import Tensor
 from longctx_patch import LongContextConfig, verify_on_virtual_ranks
 from longctx_patch.recipes import models
 from longctx_patch.recipes.also_train import check_precision
-from longctx_patch.recipes.settings import Settings
 from longctx_patch.verification.shrink import keep_float64
 from tests.hf.float64 import backward, padded_rows, stock_loss
 from tests.hf.tiny import featured_model, tiny_model
+from tests.recipes.conftest import settings_of
 from tests.reference import relative_error
 
 CASES: dict[str, dict[str, Any]] = {
@@ -25,8 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def adapted(model: Any, *also_train: str, **more: Any) -> Any:
-    settings: dict[str, Any] = {"model": "x", "text": ["a"], "output": "o", "seq_len": 16}
-    asked = Settings(**settings, dtype="float32", also_train=list(also_train), **more)
+    asked = settings_of(dtype="float32", also_train=list(also_train), **more)
     return models.add_lora(model, asked, seed=0).train()
 
 

@@ -19,11 +19,10 @@ from longctx_patch.health.finite import BadStepError
 from longctx_patch.hf.sentinel import DriftError
 from longctx_patch.recipes import finetune
 from longctx_patch.recipes.metrics import strict_line
-from longctx_patch.recipes.settings import Settings
 from longctx_patch.rules.number_rules import check_numbers
 from tests.health.planted import planted
 from tests.plugin.launched import run_launched
-from tests.recipes.conftest import flags_of, numbers
+from tests.recipes.conftest import flags_of, numbers, settings_of
 from tests.tiny_llama import TINY_LLAMA
 
 GRADIENT = "model.layers.1.mlp.up_proj.weight"
@@ -216,7 +215,7 @@ OF_TRAINERS: dict[str, tuple[dict[str, Any], str]] = {
 def test_settings_that_cannot_give_finite_numbers_are_refused(name: str) -> None:
     values, message = RULES[name]
     with pytest.raises(ValueError, match=message):
-        Settings(model="m", text=["t"], output="o", seq_len=64, **values)
+        settings_of(**values)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -14,9 +14,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 from longctx_patch.health.pace import PaceCheck
 from longctx_patch.recipes import finetune, models
 from longctx_patch.recipes.metrics import read_metrics
-from longctx_patch.recipes.settings import Settings
 from longctx_patch.recipes.stages import START_FILE
-from tests.recipes.conftest import Start, flags_of, lines_to_load, numbers, write_documents
+from tests.recipes.conftest import (
+    Start,
+    flags_of,
+    lines_to_load,
+    numbers,
+    settings_of,
+    write_documents,
+)
 
 STAGES = ["processes", "data", "model", "weights", "rehearsal", "first step"]
 
@@ -150,7 +156,7 @@ def test_an_adapter_over_random_weights_loads_with_the_config_beside_it(
 def test_an_adapters_frozen_weights_keep_the_models_dtype(
     asked: Any, named: Any, frozen: bool, on_cpu: bool, found: str
 ) -> None:
-    settings = Settings(model="m", text=["t"], output="o", seq_len=64, full=not frozen, dtype=asked)
+    settings = settings_of(full=not frozen, dtype=asked)
     assert models.with_dtype(settings, LlamaConfig(dtype=named), on_cpu=on_cpu).dtype == found
 
 

@@ -14,11 +14,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from longctx_patch.recipes import finetune, models
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.settings import Settings
+from tests.recipes.conftest import flags_of, loaded, settings_of
 from tests.tiny_llama import TINY_LLAMA
 
 pytest.importorskip("bitsandbytes")
-
-LENGTH = 64
 
 
 @pytest.fixture
@@ -30,19 +29,17 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "m"
 
 
-def settings(folder: Path, **values: Any) -> Settings:
-    given: dict[str, Any] = {"model": str(folder), "tokenizer": "bytes", "text": ["t"]}
-    given |= {"seq_len": LENGTH, "load_in_4bit": True, "dtype": "bfloat16", "lora_rank": 4}
-    return Settings(**{**given, "output": "out", **values})
+def settings(model: Path, **values: Any) -> Settings:
+    return settings_of(model, **{"load_in_4bit": True, "dtype": "bfloat16", **values})
 
 
 def test_a_run_trains_goes_on_exactly_and_saves_the_adapter(folder: Path, text_file: Path) -> None:
     output = folder.parent / "out"
-    words = f"--model {folder} --tokenizer bytes --text {text_file} --seq-len {LENGTH}"
-    words += f" --max-steps 4 --load-in-4bit --learning-rate 1e-2 --save-every 2 --output {output}"
+    words = flags_of(model=folder, tokenizer="bytes", text=text_file, seq_len=64, max_steps=4)
+    words += ["--load-in-4bit", *flags_of(learning_rate=1e-2, save_every=2, output=output)]
     runs = []
     for more in ([], ["--resume"]):
-        finetune.main([*words.split(), *more])
+        finetune.main([*words, *more])
         runs.append([(line["loss"], line["grad_norm"]) for line in read_metrics(output)])
         (output / "checkpoints/step_000004/run.json").unlink()  # as if it had stopped at 3
     assert runs[0] == runs[1]
@@ -56,8 +53,7 @@ def test_a_run_trains_goes_on_exactly_and_saves_the_adapter(folder: Path, text_f
 
 
 def test_weights_are_of_four_bits(folder: Path) -> None:
-    run = settings(folder)
-    model = models.load_model(run, models.load_config(run), torch.device("cpu"))
+    model = loaded(settings(folder))
     layer = model.get_decoder().layers[0]
     weights = [part.weight for part in (layer.self_attn.q_proj, layer.mlp.down_proj)]
     assert [w.nbytes for w in weights] == [128 * 128 // 2, 128 * 192 // 2]
@@ -65,9 +61,8 @@ def test_weights_are_of_four_bits(folder: Path) -> None:
 
 
 def test_what_can_not_be_made_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bare = settings(folder, model=str(folder / "config.json"))
     with pytest.raises(ValueError, match="load_in_4bit with the bare config"):
-        models.check_4bit(bare, fsdp=False)
+        models.check_4bit(settings(folder / "config.json"), fsdp=False)
     with pytest.raises(ValueError, match=r"load_in_4bit under FSDP2 is not covered\..*MULTI_GPU"):
         models.check_4bit(settings(folder), fsdp=True)
     monkeypatch.setattr(models, "find_spec", lambda _: None)

@@ -12,11 +12,10 @@ from longctx_patch.recipes import finetune, rehearsal, run_batches
 from longctx_patch.recipes.lengths import LengthStage, read_stages
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.models import byte_tokenizer
-from longctx_patch.recipes.settings import Settings, parse_settings
-from tests.recipes.conftest import flags_of
+from longctx_patch.recipes.settings import parse_settings
+from tests.recipes.conftest import flags_of, settings_of
 from tests.tiny_llama import TINY_LLAMA
 
-GIVEN: dict[str, Any] = {"model": "m", "text": ["t"], "output": "o"}
 STAGES = "16:3,64:2,32:2"
 
 
@@ -25,7 +24,9 @@ def test_stages_decide_the_row_length_and_the_number_of_steps() -> None:
         LengthStage(16384, 0, 200),
         LengthStage(65536, 200, 100),
     )
-    settings = Settings(**GIVEN, stages="16K:200,48K:50,64K:100", gradient_accumulation_steps=2)
+    settings = settings_of(
+        seq_len=0, stages="16K:200,48K:50,64K:100", gradient_accumulation_steps=2
+    )
     assert settings.stages == "16384:200,49152:50,65536:100"
     assert (settings.seq_len, settings.max_steps) == (65536, 350)
     each = settings.of_stages()
@@ -33,13 +34,13 @@ def test_stages_decide_the_row_length_and_the_number_of_steps() -> None:
     # Steps have as many tokens as those of the longest rows, or nearly.
     assert [stage.gradient_accumulation_steps for stage in each] == [8, 3, 2]
     assert dataclasses.replace(settings, seed=1).stages == settings.stages
-    alone = Settings(**GIVEN, seq_len=64, max_steps=7)
+    alone = settings_of(max_steps=7)
     assert alone.length_stages == (LengthStage(64, 0, 7),)
-    assert Settings(**GIVEN, seq_len=64).max_steps == 100
+    assert settings_of().max_steps == 100
 
 
 def test_steps_and_epochs_are_not_both_given() -> None:
-    words = ["--model", "m", "--text", "t", "--output", "o", "--seq-len", "64"]
+    words = flags_of(model="m", text="t", output="o", seq_len=64)
     with pytest.raises(ValueError, match="--max-steps 9 with --num-train-epochs 2: each says"):
         parse_settings([*words, "--max-steps", "9", "--num-train-epochs", "2"])
 
@@ -78,7 +79,7 @@ def test_stages_as_a_flag_replace_the_steps_of_the_file(tmp_path: Path) -> None:
 )
 def test_stages_that_cant_be(given: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        Settings(**GIVEN, **given)
+        settings_of(**{"seq_len": 0, **given})
 
 
 @pytest.fixture

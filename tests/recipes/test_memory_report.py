@@ -17,7 +17,7 @@ from longctx_patch.recipes import finetune, memory_report, rehearsal
 from longctx_patch.recipes.settings import Settings, parse_settings
 from tests.memory.live_bytes import LiveBytes
 from tests.planner.jobs import LLAMA_8B
-from tests.recipes.conftest import Start, numbers
+from tests.recipes.conftest import Start, numbers, settings_of
 from tests.tiny_llama import TINY_LLAMA
 
 import tests.benchmarks  # puts the scripts' folder on the path  # noqa: F401  # isort: skip
@@ -30,9 +30,8 @@ SHAPE = LlamaConfig(**LLAMA_8B)
 
 
 def settings(**values: Any) -> Settings:
-    given = {"model": "m", "output": "out", "text": ["t"], "seq_len": 131072, "full": True}
-    given["dtype"] = "float32"
-    return Settings(**{**given, "ulysses": 4, "hardware": "h200", **values})
+    given = {"seq_len": 131072, "full": True, "dtype": "float32", "ulysses": 4}
+    return settings_of(**{**given, "hardware": "h200", **values})
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from longctx_patch.plugin.stored_check import check_stored
 from longctx_patch.recipes import models
-from longctx_patch.recipes.settings import Settings
 from tests.cli.conftest import Run, run
 from tests.hf.tiny import tiny_config
+from tests.recipes.conftest import loaded, settings_of
 
 __all__ = ["run"]  # a fixture
 
@@ -34,16 +34,9 @@ def save(folder: Path, *, shard: str = "1GB", **changes: Any) -> Path:
 
 
 def load(folder: Path, *, sharded: bool = False, allow: tuple[str, ...] = ()) -> PreTrainedModel:
-    settings = Settings(
-        model=str(folder),
-        text=["a"],
-        output="out",
-        seq_len=16,
-        dtype="float32",
-        allow_weights=list(allow),
-    )
-    config = models.load_config(settings)
-    return models.load_model(settings, config, torch.device("cpu"), sharded=sharded)
+    asked = settings_of(folder, dtype="float32", allow_weights=list(allow))
+    found: PreTrainedModel = loaded(asked, sharded=sharded)
+    return found
 
 
 def tensors(change: Callable[[dict[str, Tensor]], Any]) -> Spoil:

@@ -10,9 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from longctx_patch.recipes import models, text_model
-from longctx_patch.recipes.settings import Settings
 from tests.hf.seeing import seeing_model
-from tests.recipes.conftest import write_records
+from tests.recipes.conftest import settings_of, write_records
 from tests.recipes.data.test_reading import words
 from tests.recipes.test_sharded_reading import WHOLE, Ran, arguments, numbers, run_all
 from tests.trl.cases import rows
@@ -72,11 +71,11 @@ def test_two_ranks_train_it_as_a_model_of_its_own(
 
 def test_an_adapter_needs_the_text_model_as_its_base(tmp_path: Path) -> None:
     whole = checkpoint(tmp_path / "whole", "qwen3_vl")
-    settings = Settings(model=str(whole), text=["a"], output="out", seq_len=16)
+    settings = settings_of(whole)
     with pytest.raises(ValueError, match=r"is a qwen3_vl.*recipes\.text_model .*whole whole-text"):
         models.load_config(settings)
     text_model.main([str(whole), str(tmp_path / "text")])
-    models.load_config(Settings(model=str(tmp_path / "text"), text=["a"], output="o", seq_len=16))
+    models.load_config(settings_of(tmp_path / "text"))
     with pytest.raises(ValueError, match="holds files"):
         text_model.main([str(whole), str(tmp_path / "text")])
     with pytest.raises(ValueError, match="no checkpoint with a text model in it"):
@@ -91,7 +90,7 @@ def test_weights_in_8_bit_floating_point_are_refused(tmp_path: Path) -> None:
     config = json.loads((whole / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "static"}
     (whole / "config.json").write_text(json.dumps(config))
-    settings = Settings(model=str(whole), text=["a"], output="out", seq_len=16)
+    settings = settings_of(whole)
     refused = (
         r"8-bit floating point .*'fp8'.* can be served but not trained.*"
         r"AutoModelForImageTextToText.from_pretrained\(.*dequantize=True.*'whole-bf16'"

@@ -11,10 +11,9 @@ import pytest
 from longctx_patch.recipes.mixture import PRESETS, read_mixture
 from longctx_patch.recipes.models import byte_tokenizer
 from longctx_patch.recipes.row_order import RowOrder
-from longctx_patch.recipes.settings import Settings
 from longctx_patch.recipes.text_rows import TextRows
 from longctx_patch.recipes.text_sources import rows_of_run
-from tests.recipes.conftest import write_records
+from tests.recipes.conftest import settings_of, write_records
 
 SEQ_LEN = 8
 CUTS: dict[str, dict[str, Any]] = {
@@ -32,9 +31,8 @@ def rows_of(folder: Path, how: str = "joined", letters: str = LETTERS, **more: A
     for letter in letters:
         records = ({"text": letter * n} for n in DOCUMENTS[letter])
         sources.append(write_records(folder / f"{letter}.jsonl", records))
-    given: dict[str, Any] = {"model": "m", "seq_len": SEQ_LEN, "output": str(folder / "out")}
-    settings = Settings(**given, text=list(map(str, sources)), **CUTS[how], **more)
-    return rows_of_run(settings, byte_tokenizer())
+    given = {"text": list(map(str, sources)), "seq_len": SEQ_LEN, "output": str(folder / "out")}
+    return rows_of_run(settings_of(**given, **CUTS[how], **more), byte_tokenizer())
 
 
 def as_text(rows: TextRows) -> list[str]:

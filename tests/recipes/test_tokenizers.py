@@ -12,10 +12,11 @@ from longctx_patch.families.load_config import load_model_config
 from longctx_patch.recipes import models
 from longctx_patch.recipes.settings import Settings
 from tests.hf.tiny import tiny_config
+from tests.recipes.conftest import settings_of
 
 
 def given(folder: Path) -> Settings:
-    return Settings(model="m", tokenizer=str(folder), text=["a"], output="out", seq_len=16)
+    return settings_of(tokenizer=str(folder))
 
 
 BROKEN = {
