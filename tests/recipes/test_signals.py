@@ -3,11 +3,13 @@
 import os
 import select
 import signal
+import subprocess
 import threading
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -15,6 +17,7 @@ import yaml
 
 from longctx_patch.checkpoints.series import steps_of
 from longctx_patch.checkpoints.signals import SAME_S, Agreement, StopSignals, stop_signals
+from longctx_patch.cli import train
 from longctx_patch.plugin.launch_yaml import accelerate_yaml
 from longctx_patch.recipes import finetune
 from longctx_patch.recipes.metrics import read_metrics
@@ -107,20 +110,15 @@ def test_a_run_saves_and_ends_after_the_step(
 
 
 @pytest.fixture
-def num_processes() -> int:
-    return 2
-
-
-@pytest.fixture
-def output(num_processes: int, config_file: Path, text_file: Path, tmp_path: Path) -> Path:
-    """That of a run folder for processes on the CPU."""
-    folder, n = tmp_path / "a run", num_processes
+def output(config_file: Path, text_file: Path, tmp_path: Path) -> Path:
+    """That of a run folder for two processes on the CPU."""
+    folder = tmp_path / "a run"
     folder.mkdir()
-    settings = {"model": str(config_file), "text": str(text_file), "seq_len": 64, "ulysses": n}
+    settings = {"model": str(config_file), "text": str(text_file), "seq_len": 64, "ulysses": 2}
     settings |= {"output": str(folder / "training"), "max_steps": 2000, "scheduler": "constant"}
     (folder / "finetune.yaml").write_text(yaml.safe_dump(settings))
     (folder / "accelerate.yaml").write_text(
-        accelerate_yaml(n, n, fsdp=False, cpu=True, mixed_precision="no")
+        accelerate_yaml(2, 2, fsdp=False, cpu=True, mixed_precision="no")
     )
     return folder / "training"
 
@@ -133,27 +131,47 @@ def wait_for_steps(output: Path, job: Any) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize(("num_processes", "number"), [(2, signal.SIGTERM), (1, signal.SIGUSR1)])
-def test_longctx_train_hands_signals_on(
-    num_processes: int, number: signal.Signals, output: Path, tmp_path: Path
-) -> None:
+def single_process(_: Any) -> None:
+    """One that saves and ends when it is asked to, as Accelerate starts it."""
+    saves = "trap 'exit 138' USR1; echo ready; sleep 60 & wait $!"
+    subprocess.run(["bash", "-c", saves], check=True)
+
+
+def launch_a_single_process() -> None:
+    with mock.patch("accelerate.commands.launch.launch_command", single_process):
+        train._launch(None, "finetune")
+
+
+def test_longctx_train_hands_signals_on_to_a_single_process(tmp_path: Path) -> None:
+    (said := tmp_path / "said").touch()
+    job = start_forked(launch_a_single_process, said)
+    try:
+        while job.is_alive() and "ready" not in said.read_text():
+            time.sleep(0.1)
+        os.kill(job.pid, signal.SIGUSR1)
+        job.join(50)
+    finally:
+        job.kill()
+    assert job.exitcode == 138, said.read_text()
+
+
+def test_longctx_train_hands_signals_on(output: Path, tmp_path: Path) -> None:
     """The launcher waits until the processes have saved, also one that was stopped, and ends with
     their code."""
     job = start_longctx(tmp_path / "said", "train", output.parent, "--resume", "auto")
     try:
         wait_for_steps(output, job)
         launcher = psutil.Process(job.pid)
-        if num_processes > 1:
-            launcher.children()[1].suspend()
-        launcher.send_signal(number)
+        launcher.children()[1].suspend()
+        launcher.send_signal(signal.SIGTERM)
         job.join(100)
     finally:
         job.kill()
     said = (tmp_path / "said").read_text()
-    assert job.exitcode == 128 + number, said
+    assert job.exitcode == 128 + signal.SIGTERM, said
     assert "Traceback" not in said
     check_saved(output)
-    assert said.count(f"stopped by {number.name} after step {len(read_metrics(output))}") == 1
+    assert said.count(f"stopped by SIGTERM after step {len(read_metrics(output))}") == 1
 
 
 def check_saved(output: Path) -> None:

@@ -31,8 +31,8 @@ def rows_of(folder: Path, how: str = "joined", letters: str = LETTERS, **more: A
     for letter in letters:
         records = ({"text": letter * n} for n in DOCUMENTS[letter])
         sources.append(write_records(folder / f"{letter}.jsonl", records))
-    given = {"text": list(map(str, sources)), "seq_len": SEQ_LEN, "output": str(folder / "out")}
-    return rows_of_run(settings_of(**given, **CUTS[how], **more), byte_tokenizer())
+    asked = CUTS[how] | more | {"text": list(map(str, sources)), "output": str(folder / "out")}
+    return rows_of_run(settings_of(seq_len=SEQ_LEN, **asked), byte_tokenizer())
 
 
 def as_text(rows: TextRows) -> list[str]:
