@@ -17,7 +17,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from datasets import disable_progress_bars
 from transformers.utils.logging import disable_progress_bar
 
@@ -28,13 +27,12 @@ from longctx_patch.evaluation.tasks import TASKS, Sources, make_at_lengths, read
 from longctx_patch.plugin import close_accelerator, make_accelerator
 from longctx_patch.plugin.accelerator import shard_frozen
 from longctx_patch.recipes import models
-from longctx_patch.recipes.data.text_reading import TextReading, documents_of
+from longctx_patch.recipes.data.text_reading import TextReading, documents_of, tokens_of
 from longctx_patch.recipes.evaluated import Evaluated, config_of, load, notes_of, with_dtype
 from longctx_patch.recipes.launch import one_message
 from longctx_patch.recipes.quiet import quiet_libraries
 from longctx_patch.recipes.settings import parallelism_of
 from longctx_patch.recipes.stages import launched_at
-from longctx_patch.recipes.text_sources import stream_of
 from longctx_patch.rules.names import require_choice
 
 ASKED_FILE, SCORES_FILE = "asked.json", "scores.json"
@@ -136,17 +134,21 @@ def long_texts(
     """
     if not sources:
         return ()
-    stream = stream_of(sources, reading)
-    sizes = stream.document_lengths()
-    starts = np.cumsum(sizes) - sizes
-    found = [int(start) for start in starts[sizes >= length][:MOST_TEXTS]]
+    found, sizes = list[tuple[int, ...]](), list[int]()
+    for text in documents_of(sources, reading.text_field):
+        (ids,) = tokens_of([text], reading.tokenizer)
+        sizes.append(len(ids))
+        if len(ids) >= length:
+            found.append(tuple(ids[:length].tolist()))
+        if len(found) == MOST_TEXTS:
+            break
     if not found:
         raise ValueError(
             f"--text: no document of {length} tokens, the longest row of --lengths; the longest of "
-            f"{len(sizes):,} has {int(sizes.max()):,}. Give longer documents (books, or the files "
-            "of a repository joined into one), or shorter --lengths."
+            f"{len(sizes):,} has {max(sizes, default=0):,}. Give longer documents (books, or the "
+            "files of a repository joined into one), or shorter --lengths."
         )
-    return tuple(tuple(stream.read(start, start + length).tolist()) for start in found)
+    return tuple(found)
 
 
 def refusal(settings: EvalSettings) -> str | None:

@@ -1,8 +1,11 @@
 """`manifest.json`: size and SHA-256 of every file of a checkpoint, written last.
 
-A folder without one is no checkpoint. What a checksum without a key tells: a file that was cut,
-flipped, lost or exchanged by accident. Not: what somebody made who can write the manifest as well,
-so `plain_pickle` looks at what would be unpickled.
+A kill at any moment leaves a whole checkpoint. A folder without a manifest is none. `seal` writes
+it after all files are on the disk, under another name that is then changed to its own. Older
+checkpoints are deleted only after that (`series.py`, which renames a folder before it empties it).
+
+The checksums find files that were cut, flipped, lost or exchanged by accident. They stop nobody who
+can write the manifest too, so `plain_pickle` checks what would be unpickled.
 """
 
 import hashlib

@@ -57,10 +57,10 @@ class Scale:
 
 
 def own_part(tensor: Tensor, num_ranks: int) -> Tensor:
-    """This rank's own finite part of the tensor from which all ranks of a group compute one loss.
+    """Returns the tensor, which is finite, unchanged, with its gradient times `num_ranks`.
 
-    The value is unchanged, and its gradient is multiplied by `num_ranks`. The other ranks have no
-    gradient for this part, so the mean over ranks is the gradient of one process.
+    It is this rank's part of what all ranks of a group compute one loss from. The other ranks have
+    no gradient for this part, so the mean over ranks is the gradient of one process.
     """
     constant = tensor.detach()
     return constant + num_ranks * (tensor - constant)

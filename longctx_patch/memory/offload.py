@@ -253,8 +253,8 @@ def _unpin(address: int, last_copy: _LastCopy) -> None:
 class _OnHost:
     """One tensor on the host. Its slot is free again once this object is gone.
 
-    The device tensor that a copy reads or writes is held here until `_wait`. Work that gets its
-    memory afterwards, on the stream that the tensor was made on, comes after the copy.
+    The device tensor that a copy reads or writes is held here until `_wait`, so that torch gives
+    its memory to no other work on that stream before the copy is done.
     """
 
     def __init__(self, host: HostCopies, slot: _Slot, tensor: Tensor) -> None:

@@ -44,8 +44,8 @@ class Policy:
     """Backward runs the layer's forward pass again, from the layer's input."""
     keeps_attention: bool = False
     """Attention's output and lse are kept, so that the recompute runs neither attention's kernel
-    nor its communication. `attention_kept` says for which share of the tokens. So is what a
-    recurrent layer gets of other ranks, whole with any share above 0."""
+    nor its communication. `attention_kept` says for which share of the tokens. What a recurrent
+    layer receives from other ranks is kept too: all of it, if the share is above 0."""
     on_host: bool = False
     """What the layer keeps (its input, and attention's output and lse) is copied to pinned host
     memory during forward, and comes back in backward while the layer after it is computed

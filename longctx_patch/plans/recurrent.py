@@ -99,7 +99,7 @@ class RecurrenceFacts(NamedTuple):
 
     inputs: Callable[[RecurrentShape], tuple[HeadTensor, ...]]
     map_numbers: Callable[[int], int]
-    """Numbers of a head that a map leaves of a state, by the size of a key."""
+    """How many numbers the M of a map S -> M S + U has for each head, by the size of a key."""
     run_flops: Callable[[RecurrentShape, int], float]
     """FLOPs for each token of all heads, where values and states have so many columns."""
     map_flops: Callable[[RecurrentShape], float]

@@ -58,8 +58,8 @@ class ShardLoss:
     """What transformers calls as `model.loss_function`.
 
     A mixture of experts adds a weight (`router_aux_loss_coef`) times its router's loss afterwards.
-    Each batch counts by its share of the step's tokens, so that over a step these losses add up to
-    their mean weighted by tokens.
+    The weight is scaled by the batch's share of the step's tokens, so that the router losses of a
+    step sum to their mean weighted by tokens.
     """
 
     def __init__(self, model: PreTrainedModel, group: SequenceGroup) -> None:

@@ -1,8 +1,8 @@
 """Ring attention: key-value blocks travel around the ranks (Liu et al. 2023, Ring Attention).
 
-In step `s` rank `r` computes with the block of rank `r - s` while the next one arrives. The plan
-follows the layout: over contiguous shards it is the plain ring, over zigzag shards the balanced
-one, in which every step has half a block of work on every rank.
+Steps count from 0: in step `s` rank `r` computes with the keys of rank `(r - s) mod P` while the
+next block arrives. The plan follows the layout: over contiguous shards it is the plain ring, over
+zigzag shards the balanced one, in which every step has half a block of work on every rank.
 
 Backward walks the same ring. The partial sum of dK and dV for an owner starts at the first rank
 that adds to it, follows the block around one step behind, and goes home from the last rank. What

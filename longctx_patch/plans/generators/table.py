@@ -101,9 +101,9 @@ _IN_A_NODE: Mapping[LayoutName, str] = MappingProxyType(
         "balanced": "ring",
     }
 )
-_HIDDEN = 4096
-"""Query tokens of a rank for each token of keys and values, from which on messages between nodes
-hide behind kernels in backward."""
+_HIDES_MESSAGES = 4096
+"""The least `rank_tokens * reuse` at which backward's kernels take longer than the messages between
+nodes, which then cost nothing."""
 
 
 def auto_plan(
@@ -134,7 +134,7 @@ def auto_plan(
     if layout == "contiguous":
         return own
     crosses = has_full_nodes(num_ranks, ranks_per_node)
-    if crosses and not (backward and rank_tokens * reuse >= _HIDDEN):
+    if crosses and not (backward and rank_tokens * reuse >= _HIDES_MESSAGES):
         return "double_ring"
     if backward and reuse == 1 and layout != "zigzag":
         return "burst"
