@@ -118,11 +118,11 @@ def descriptions(root: Path) -> Iterator[str]:
 
 
 def pieces(documents: list[str], row_tokens: int, tokenizer: Any) -> Iterator[tuple[str, int]]:
-    """Documents of about `PIECE` rows, each with the characters of a row, which four windows of its
+    """Documents of about `PIECE` rows, each with the characters of a row, which windows of its
     document tell."""
-    window = 8000
+    window, number = 2000, 48
     for text in documents:
-        windows = [text[n * len(text) // 4 :][:window] for n in range(4)]
+        windows = [text[n * len(text) // number :][:window] for n in range(number)]
         tokens = sum(map(len, tokenizer(windows, add_special_tokens=False)["input_ids"]))
         chars = sum(map(len, windows))
         row = int(row_tokens * chars / (tokens + chars / RECALL_EVERY * RECALL_TOKENS))
@@ -133,8 +133,8 @@ def pieces(documents: list[str], row_tokens: int, tokenizer: Any) -> Iterator[tu
 def with_recalls(text: str, draw: random.Random, row_chars: int) -> str:
     """A document in which statements are made twice, so that the second one is predicted by who has
     read the first: two of three at the end of the row, whose distances are all that the row has,
-    the others at distances of which short ones are as frequent as long ones. Tables of numbers stay
-    as they are."""
+    the others at distances of which short ones are as frequent as long ones. A quarter of the
+    former begins the row: what lies there is read the worst. Tables of numbers stay as they are."""
     words = sorted(set(re.findall(r"\b[a-z]{4,9}\b", text[:200_000])))
     if len(words) < 100:
         return text
@@ -144,9 +144,9 @@ def with_recalls(text: str, draw: random.Random, row_chars: int) -> str:
         thing = f"{draw.choice(words)} {draw.choice(words)}"
         code = "".join(draw.choices("0123456789", k=draw.randint(4, 8)))
         if number % 3:
-            # Some begin the row: what lies there is read the worst.
-            place = max(0, int(draw.uniform(-0.02, 0.85) * span))
-            again = int(draw.uniform(0.85, 1.05) * span)
+            begins = number % 4 == 1
+            place = int(draw.uniform(0, 0.01 if begins else 0.9) * span)
+            again = int(draw.uniform(0.3 if begins and number % 8 == 1 else 0.93, 1.02) * span)
         else:
             place = draw.randrange(len(text))
             again = place + int(math.exp(draw.uniform(math.log(20), math.log(row_chars))))
