@@ -27,6 +27,7 @@ PIECES = r"\n+|\w+|[^\w\n]"
 """Newlines merge into one token, and so may those of a message with those before it."""
 FAMILIES = {  # beginning and end of texts
     "smollm2": ("<|im_start|>", "<|im_end|>"),
+    "qwen2_5": ("<|im_start|>", "<|im_end|>"),
     "qwen3": ("<|im_start|>", "<|im_end|>"),
     "llama3_1": ("<|begin_of_text|>", "<|eot_id|>"),
     "mistral": ("<s>", "</s>"),
@@ -70,6 +71,7 @@ CALLING = [
     said("user", "Two?"),
     said("assistant", "Second."),
 ]
+SPOKEN = [said("system", "Be brief."), *TWO_TURNS]
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "two of the assistant in a row, and a question that nobody answers": (
         "smollm2",
@@ -85,6 +87,16 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\n"
         "⟦ First <|im_end|>\n⟧<|im_start|>assistant\n⟦Second.<|im_end|>\n⟧"
         "<|im_start|>user\nThree?<|im_end|>\n",
+    ),
+    "Qwen2.5 with tools": (
+        "qwen2_5",
+        {"messages": CALLING, "tools": [TOOL]},
+        "<|im_start|>system\nYou are Qwen.\n\n# Tools\n<tools>\n" + json.dumps(TOOL) + "\n</tools>"
+        "<|im_end|>\n<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\n⟦<tool_call>\n"
+        '{"name": "find", "arguments": {"word": "one"}}\n</tool_call><|im_end|>\n⟧'
+        "<|im_start|>user\n<tool_response>\nfound\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n⟦First.<|im_end|>\n⟧<|im_start|>user\nTwo?<|im_end|>\n"
+        "<|im_start|>assistant\n⟦Second.<|im_end|>\n⟧",
     ),
     "Qwen3 that thinks": (
         "qwen3",
@@ -123,6 +135,11 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         "<|start_header_id|>user<|end_header_id|>\n\nTwo?<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\n⟦Second.<|eot_id|>⟧",
     ),
+    "Mistral": (
+        "mistral",
+        {"messages": [said("user", "One?"), said("assistant", " First. "), *TWO_TURNS[2:]]},
+        "<s>[INST] One?[/INST]⟦ First.</s>⟧[INST] Two?[/INST]⟦ Second\nline.</s>⟧",
+    ),
     "Mistral with tools": (
         "mistral",
         {"messages": CALLING[:4], "tools": [TOOL]},
@@ -136,6 +153,15 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         "<bos><start_of_turn>user\nBe brief.\n\nOne?<end_of_turn>\n<start_of_turn>model\n"
         "⟦First.<end_of_turn>\n⟧<start_of_turn>user\nTwo?<end_of_turn>\n<start_of_turn>model\n"
         "⟦Second\nline.<end_of_turn>\n⟧",
+    ),
+    "gpt-oss, whose last turn ends with another token": (
+        "gpt_oss",
+        {"messages": THINKING},
+        "<|start|>system<|message|>You are ChatGPT.<|end|><|start|>user<|message|>One?<|end|>"
+        "<|start|>assistant⟦<|channel|>final<|message|>First.<|end|>⟧"
+        "<|start|>user<|message|>Two?<|end|>"
+        "<|start|>assistant⟦<|channel|>analysis<|message|>so<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>Second.<|return|>⟧",
     ),
     "gpt-oss with tools": (
         "gpt_oss",
@@ -231,7 +257,7 @@ UNFOUND: dict[str, tuple[str, str | None, dict[str, Any], str]] = {
         r"the whole conversation 'nt\\nFirst.<\|im_start\|>user",
     ),
     "nothing before it": (
-        "qwen3",
+        "qwen2_5",
         None,
         {"messages": TWO_TURNS[1:]},
         "message 1 is not found: the chat template refuses it",
