@@ -25,21 +25,8 @@ ULYSSES = "ulysses"
 """A value of --plan in which all ranks exchange heads, without a ring; it is not in PLANS."""
 
 DIRECTIONS = ("forward", "backward")
-HEADS = {"heads": 32, "kv_heads": 8, "head_dim": 128}
-"""The heads of Llama-3.1-8B, taken where no model is named."""
-
-
-def _positive(context: click.Context, option: click.Parameter, value: int | None) -> int | None:
-    if value is not None and value < 1:
-        raise click.BadParameter(f"{value}: a whole number, 1 or more. Use {option.opts[0]} 1.")
-    return value
-
-
+COUNT = click.IntRange(1)
 _OF_MODEL = "heads are those of MODEL, such as a config.json of your own"
-
-
-def _number(name: str, help: str, **options: Any) -> Any:
-    return click.option(name, type=int, callback=_positive, help=help, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,21 +68,17 @@ class ScheduleOptions:
             check_drawable(self.out, self.ranks)
 
     def workload(self, model: str | None) -> "Workload":
-        """The sizes of one attention layer, of MODEL or of Llama-3.1-8B. Raises ValueError."""
+        """The sizes of one attention layer, of MODEL or of Llama-3.1-8B (the default of Workload).
+        Raises ValueError."""
         from longctx_patch.planner.attention_cost import Workload
         from longctx_patch.sequence.documents import Documents
 
-        heads = HEADS if model is None else _heads_of(model)
         mean = min(self.document_tokens or self.seq_len, self.seq_len)
         return Workload(
             num_tokens=self.seq_len,
-            num_heads=heads["heads"],
-            num_kv_heads=heads["kv_heads"],
-            head_dim=heads["head_dim"],
-            latent_dim=heads.get("latent_dim"),
-            expansion=heads.get("expansion"),
             lengths=Documents.typical(self.seq_len, mean).lengths if self.document_tokens else (),
             window=self.window,
+            **({} if model is None else _heads_of(model)),
         )
 
 
@@ -103,10 +86,14 @@ class ScheduleOptions:
 @click.argument("model", required=False)
 @click.option("--plan", type=Choice(("auto", *PLANS, ULYSSES)), help="The plan to predict.")
 @click.option("--compare", is_flag=True, help="Predict all plans, and mark the chosen one.")
-@_number("--ranks", "Ranks that share a sequence.", required=True)
+@click.option("--ranks", type=COUNT, required=True, help="Ranks that share a sequence.")
 @click.option("--direction", type=Choice(DIRECTIONS), help="[forward; --compare: both]")
-@_number("--ulysses", "Ulysses degree; the plan runs over the other ranks [1].")
-@_number("--ranks-per-node", "Ranks on one machine [as many as the hardware has GPUs].")
+@click.option(
+    "--ulysses", type=COUNT, help="Ulysses degree; the plan runs over the other ranks [1]."
+)
+@click.option(
+    "--ranks-per-node", type=COUNT, help="Ranks on one machine [as many as the hardware has GPUs]."
+)
 @gone_option("--heads", _OF_MODEL)
 @gone_option("--kv-heads", _OF_MODEL)
 @gone_option("--head-dim", _OF_MODEL)
@@ -151,15 +138,14 @@ def schedule_command(model: str | None, **options: Any) -> None:
         raise click.UsageError(str(error)) from error
 
 
-def _heads_of(model: str) -> dict[str, int]:
-    """The heads of a model, from its config."""
+def _heads_of(model: str) -> dict[str, Any]:
+    """The heads of a model as fields of a `Workload`, from its config."""
     from longctx_patch.families.facts import ModelFacts
     from longctx_patch.families.load_config import load_model_config
 
     facts = ModelFacts.of(load_model_config(model))
-    heads = {"heads": facts.num_heads, "kv_heads": facts.num_kv_heads, "head_dim": facts.head_dim}
-    latents = {"latent_dim": facts.latent_dim, "expansion": facts.expansion}
-    return heads | {name: size for name, size in latents.items() if size}
+    names = ("num_heads", "num_kv_heads", "head_dim", "latent_dim", "expansion")
+    return {name: getattr(facts, name) for name in names}
 
 
 def _recurrences(model: str | None, workload: "Workload") -> "dict[RecurrentWork, float]":

@@ -22,12 +22,8 @@ from longctx_patch.plans.generators.table import PLANS, SPARSE_PLAN, has_full_no
 from longctx_patch.sequence.layout import LayoutName
 
 _NOTE = (
-    f"As fast: within {TIE:.1%}; then the larger Ulysses degree wins, then fewer bytes. Forward "
-    "and backward share degrees and layout. Exposed: time lost to messages, by waiting and by "
-    "slower kernels. Imbalance: time in which ranks would wait for the busiest one, by FLOPs "
-    "alone; waiting: time in which GPUs do wait, for messages, other ranks or the CPU. MiB: sent "
-    "is the mean of the ranks, buffers the largest. More time: than the chosen one takes, which is "
-    "chosen for all layers and both directions, with Ulysses inside a node and no head sent twice."
+    f"Of what is as fast within {TIE:.1%} the larger Ulysses degree is chosen, then fewer bytes, "
+    "for both directions together. docs/how-to/choose-degrees.md says what the columns are."
 )
 _HEADER = (
     *("plan", "direction", "time", "exposed", "imbalance", "waiting"),

@@ -162,22 +162,6 @@ def test_a_problem_counts_what_the_mask_allows() -> None:
     assert len(set(lengths)) > 10
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--masks", "nonsense"], "invalid choice: 'nonsense'"),
-        (["--heads", "8"], "write query/key-value heads, such as 32/8"),
-        (["--configs", "waves=1"], "Name fields of LongContextConfig"),
-    ],
-)
-def test_what_is_mistyped_is_refused_before_any_launch(
-    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as refusal:
-        attention_benchmark.main(["--out", str(tmp_path / "out"), *arguments])
-    assert said in f"{refusal.value} {capsys.readouterr().err}"
-
-
 def test_a_kernel_that_is_not_here_has_no_ideal() -> None:
     problem = problems.Problem(num_tokens=64, num_heads=4, num_kv_heads=2, head_dim=8)
     job = Job(torch.device("cpu"), 0, 1)

@@ -1,23 +1,34 @@
 """calibrate.py over two processes on the CPU, and the lines that it fits."""
 
 import json
+import os
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
-import launch
+import calibrate
 import numpy as np
 import pytest
+import torch
 from calibrate import fit, fit_kernel, kernel_calls
 
-from tests.benchmarks import ROOT
+from tests.harness import run_distributed
 
 
-def test_calibrate_over_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    out = tmp_path / "rates.json"
-    options = f"--out {out} --quick --sizes 32 64 --iterations 3".split()
-    script = ROOT / "benchmarks" / "calibrate.py"
-    assert launch.run_job(script, options, 2, 60.0, tmp_path / "log").problem is None
-    report, printed = json.loads(out.read_text()), (tmp_path / "log.rank0.log").read_text()
+def run_of_two(rank: int, options: str, log: str) -> None:
+    """A process of the script, in a group that is there already."""
+    os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    calibrate.start = lambda: torch.device("cpu")
+    calibrate.finish = lambda: None
+    sys.argv = ["calibrate.py", *options.split()]
+    with Path(f"{log}{rank}").open("w") as said, redirect_stdout(said):
+        calibrate.main()
+
+
+def test_calibrate_over_two_processes(tmp_path: Path) -> None:
+    out, log = tmp_path / "rates.json", tmp_path / "log"
+    run_distributed(run_of_two, 2, f"--out {out} --quick --sizes 32 64 --iterations 3", str(log))
+    report, printed = json.loads(out.read_text()), (tmp_path / "log0").read_text()
     measured = report["measured"]
     assert len(measured["kernels"]) == 2 * len(kernel_calls([32, 64], 128))
     for row in measured["kernels"]:

@@ -1,9 +1,13 @@
 """What the scripts share: options, reports, and jobs that end without help."""
 
 from pathlib import Path
+from typing import Any
 
+import attention
 import launch
+import lora
 import pytest
+import step
 from config_text import config_of, name_of, options_of
 
 from longctx_patch import LongContextConfig
@@ -21,6 +25,27 @@ def test_options_on_the_command_line() -> None:
         options_of("ulysses")
     with pytest.raises(ValueError, match="Name fields of LongContextConfig"):
         config_of("ulises=4")
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "said"),
+    [
+        (attention, "--masks nonsense", "invalid choice: 'nonsense'"),
+        (attention, "--heads 8", "write query/key-value heads, such as 32/8"),
+        (attention, "--configs waves=1", "Name fields of LongContextConfig"),
+        (step, "--systems nosuch", "name one of ours, stock, accelerate_cp, alst"),
+        (step, "--systems ours:waves", "has no value"),
+        (lora, "--systems unsloth", "Name another before it"),
+        (lora, "--systems nosuch", "name ours, ours_fsdp2"),
+    ],
+)
+def test_what_is_mistyped_is_refused_before_any_launch(
+    script: Any, options: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as refusal:
+        script.main(["--out", str(tmp_path / "out"), *options.split()])
+    assert said in f"{refusal.value} {capsys.readouterr().err}"
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_job_that_hangs_or_fails_ends_alone(tmp_path: Path) -> None:

@@ -50,18 +50,3 @@ def test_wrong_steps_are_reported_and_right_ones_timed(
     assert wrong["status"] == "wrong"
     assert "0.mlp.down_proj.lora_A.default.weight of 24 tokens" in wrong["reason"]
     assert "off by 1, allowed" in (tmp_path / "lora.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ("--systems unsloth", "Name another before it"),
-        ("--systems nosuch", "name ours, ours_fsdp2"),
-    ],
-)
-def test_what_cannot_run_is_refused_before_any_launch(
-    options: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        lora.main(["--out", str(tmp_path), *options.split()])
-    assert said in capsys.readouterr().err

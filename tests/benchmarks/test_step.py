@@ -157,18 +157,6 @@ def test_floor_and_flops_of_the_llama_shape() -> None:
 
 
 @pytest.mark.parametrize(
-    ("system", "said"),
-    [("nosuch", "name one of ours, stock, accelerate_cp, alst"), ("ours:waves", "has no value")],
-)
-def test_what_is_mistyped_is_refused_before_any_launch(
-    system: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        step.main(["--out", str(tmp_path), "--systems", system])
-    assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("options", "said"),
     [({"los": "trl"}, "this system has checkpoint, liger"), ({"checkpoint": "ful"}, "full, none")],
 )

@@ -166,7 +166,7 @@ def test_picture_shows_every_span_where_it_belongs() -> None:
 
 
 BAD_INPUT = {
-    "--plan zigzag --ranks 0": "0: a whole number, 1 or more. Use --ranks 1",
+    "--plan zigzag --ranks 0": "0 is not in the range x>=1",
     "--plan zigzag": "--ranks",
     "--plan zigzag --ranks 8 --seq-len 0": "'0': give a whole number of tokens, 1 to",
     "--plan zigzag --ranks 8 --ulysses 3": "must divide the ranks. Use --ulysses 1 or 2 or 4 or 8",
