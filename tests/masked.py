@@ -73,12 +73,14 @@ def dense_masked(
     table: Table,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    scale: float | None = None,
 ) -> dict[str, Tensor]:
     """out, lse and all gradients through autograd in float64; rows that see nothing give 0."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     groups = q.shape[2] // k.shape[2]
     keys, values = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
-    scores = torch.einsum("blhd,bmhd->bhlm", q, keys) / q.shape[-1] ** 0.5
+    scores = torch.einsum("blhd,bmhd->bhlm", q, keys) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~torch.from_numpy(table).to(q.device), -torch.inf)

@@ -9,7 +9,10 @@ import longctx_patch
 
 WITHOUT_OPTIONAL = """
 import sys
-for name in ("transformers", "accelerate", "peft", "click", "datasets", "flash_attn"):
+for name in (
+    *("transformers", "accelerate", "peft", "click", "datasets", "triton", "packaging"),
+    *("flash_attn", "flash_attn_3", "flash_attn_interface"),
+):
     sys.modules[name] = None  # importing it now raises ImportError
 import torch
 import longctx_patch as lp

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from longctx_patch.health.finite import StepHistory
+from longctx_patch.health.finite import StepHistory, torch_optimizer
 from longctx_patch.rules.together import of_all_ranks, own_rank
 
 from .manifest import begin, seal
@@ -135,7 +135,7 @@ def tensors_of(model: Any, optimizer: Any, *, frozen: bool = False) -> dict[str,
     """Weights and the optimizer's states by name, as torch's distributed checkpoints take them: so
     one holds for DDP, FSDP2 and any number of processes. `frozen`: frozen weights as well."""
     options = StateDictOptions(ignore_frozen_params=not frozen)
-    states = get_optimizer_state_dict(model, _plain(optimizer), options=options)
+    states = get_optimizer_state_dict(model, torch_optimizer(optimizer), options=options)
     return {"model": weights_of(model, frozen=frozen), "optimizer": states}
 
 
@@ -156,7 +156,9 @@ def load_tensors(model: Any, optimizer: Any, states: Path, *, frozen: bool = Fal
     load_plain(content, states)
     options = StateDictOptions(ignore_frozen_params=not frozen, strict=False)
     set_model_state_dict(model, content["model"], options=options)
-    set_optimizer_state_dict(model, _plain(optimizer), content["optimizer"], options=options)
+    set_optimizer_state_dict(
+        model, torch_optimizer(optimizer), content["optimizer"], options=options
+    )
 
 
 def load_weights(model: Any, states: Path, *, frozen: bool = False) -> None:
@@ -191,11 +193,6 @@ def without_frozen(weights: dict[str, Any], model: Any) -> dict[str, Any]:
     parameters = model.named_parameters()
     frozen = tuple(f"{n.removeprefix('module.')}." for n, p in parameters if not p.requires_grad)
     return {name: value for name, value in weights.items() if not name.startswith(frozen)}
-
-
-def _plain(optimizer: Any) -> torch.optim.Optimizer:
-    """torch's optimizer inside accelerate's wrapper."""
-    return getattr(optimizer, "optimizer", optimizer)
 
 
 def _random_file(rank: int) -> str:

@@ -4,8 +4,7 @@ from typing import NamedTuple
 
 from longctx_patch.engine.call import AttentionCall
 from longctx_patch.plans import AttentionShape, Direction, plan_traffic
-from longctx_patch.plans.head_split import QKV, Heads
-from longctx_patch.plans.head_traffic import to_heads_traffic, to_tokens_traffic
+from longctx_patch.plans.head_split import QKV, Heads, to_heads_traffic, to_tokens_traffic
 from longctx_patch.plans.traffic import Traffic
 
 

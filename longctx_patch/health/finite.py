@@ -137,7 +137,7 @@ class FiniteSteps:
         check_guard_settings(skip_bad_steps)
         self._optimizer, self.skip_bad_steps = optimizer, skip_bad_steps
         self.history = history or StepHistory()
-        _torch_optimizer(optimizer).register_step_post_hook(_forget)
+        torch_optimizer(optimizer).register_step_post_hook(_forget)
 
     def step(
         self,
@@ -165,7 +165,7 @@ class FiniteSteps:
         mine = torch.stack([loss.detach().double(), norm.detach().to(loss.device).double()])
         has_scaler = getattr(self._optimizer, "scaler", None) is not None
         pending = PendingStep(gathered(mine), judges_norm=not has_scaler)
-        optimizer = _torch_optimizer(self._optimizer)
+        optimizer = torch_optimizer(self._optimizer)
         if not has_scaler and skips_on_device(optimizer, pending.device):
             optimizer.found_inf = pending.is_bad
         elif pending.numbers().problem:
@@ -233,7 +233,7 @@ def skips_on_device(optimizer: Any, device: torch.device) -> bool:
     return all(group["fused"] and group["params"][0].device == device for group in groups)
 
 
-def _torch_optimizer(optimizer: Any) -> Any:
+def torch_optimizer(optimizer: Any) -> Any:
     """torch's optimizer inside Accelerate's."""
     return getattr(optimizer, "optimizer", optimizer)
 

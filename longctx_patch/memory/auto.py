@@ -46,7 +46,12 @@ import torch
 from longctx_patch.memory.ladder import (
     HIGHEST,
     LOWEST,
+    RECENT,
     Extra,
+    MemoryUse,
+    Pass,
+    Rehearsed,
+    Window,
     after_climbs,
     measured_extra,
     to_measure,
@@ -54,7 +59,6 @@ from longctx_patch.memory.ladder import (
 from longctx_patch.memory.limits import MARGIN
 from longctx_patch.memory.meter import Meter
 from longctx_patch.memory.offload import HostCopies
-from longctx_patch.memory.passes import RECENT, MemoryUse, Pass, Rehearsed, Window
 from longctx_patch.memory.policies import LayerPolicy
 from longctx_patch.memory.run_layer import run_layer
 

@@ -12,8 +12,13 @@ from longctx_patch.planner.machines import Hardware
 from longctx_patch.planner.simulate import Simulation, Span, simulate
 from longctx_patch.plans import AttentionShape, Direction, Traffic
 from longctx_patch.plans.generators.setting import Setting
-from longctx_patch.plans.head_split import QKV, Heads, HeadSplit
-from longctx_patch.plans.head_traffic import to_heads_traffic, to_tokens_traffic
+from longctx_patch.plans.head_split import (
+    QKV,
+    Heads,
+    HeadSplit,
+    to_heads_traffic,
+    to_tokens_traffic,
+)
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.layout import even_cuts
 from longctx_patch.sequence.masks import Mask, documents_mask

@@ -1,9 +1,11 @@
-"""Which heads each rank of a Ulysses group computes."""
+"""Which heads each rank of a Ulysses group computes, and what their exchange sends."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
+from longctx_patch.plans.traffic import Traffic
 from longctx_patch.sequence.layout import Interval, even_cuts
 
 
@@ -31,7 +33,7 @@ def halves(num_heads: int, num_kv_heads: int) -> tuple[tuple[slice, slice], ...]
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """Which heads each rank of a Ulysses group computes."""
+    """Which heads each rank of a Ulysses group computes, and what their exchange sends."""
 
     num_heads: int
     num_kv_heads: int
@@ -72,3 +74,42 @@ class HeadSplit:
     def num_kv_computed(self, rank: int) -> int:
         """Number of key-value heads that a rank's kernel sees."""
         return self.key_value[rank].size if self.kv_runs(rank) is None else self.query[rank].size
+
+
+def to_heads_traffic(
+    split: HeadSplit, heads: Sequence[Heads], rank: int, *, tokens: int, bytes_per_head: int
+) -> Traffic:
+    """The traffic of one rank that gets all ranks' tokens of its own heads.
+
+    Args:
+        split: the heads that each rank of the Ulysses group computes.
+        heads: the kinds of heads of the tensors that travel together.
+        rank: the sender's rank in the Ulysses group.
+        tokens: the sender's tokens.
+        bytes_per_head: bytes of one token's head, over the batch.
+    """
+    sizes = [
+        tokens * bytes_per_head * sum(split.of(kind)[other].size for kind in heads)
+        for other in range(split.degree)
+        if other != rank
+    ]
+    return _total(sizes)
+
+
+def to_tokens_traffic(
+    split: HeadSplit,
+    heads: Sequence[Heads],
+    rank: int,
+    *,
+    sizes: Sequence[int],
+    bytes_per_head: int,
+) -> Traffic:
+    """The traffic of one rank on the way back; `sizes` are the tokens of each rank of the group."""
+    mine = sum(split.of(kind)[rank].size for kind in heads)
+    return _total(
+        [size * bytes_per_head * mine for other, size in enumerate(sizes) if other != rank]
+    )
+
+
+def _total(sizes: Sequence[int]) -> Traffic:
+    return Traffic(sum(1 for size in sizes if size), sum(sizes))

@@ -11,8 +11,7 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from longctx_patch.plans.chain import ChainTraffic
-from longctx_patch.plans.head_split import Heads, HeadSplit
-from longctx_patch.plans.head_traffic import to_heads_traffic, to_tokens_traffic
+from longctx_patch.plans.head_split import Heads, HeadSplit, to_heads_traffic, to_tokens_traffic
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.sequence.documents import Documents
 

@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longctx_patch.transport.counters import Counters
-from longctx_patch.transport.protocol import Done, Message, Pending
+from longctx_patch.transport.protocol import Counters, Done, Message, Pending
 
 
 class _Requests:

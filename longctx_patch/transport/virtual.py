@@ -17,8 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from longctx_patch.transport.counters import Counters
-from longctx_patch.transport.protocol import Message, Pending
+from longctx_patch.transport.protocol import Counters, Message, Pending
 
 T = TypeVar("T")
 _Address = tuple[tuple[int, ...], int, int]

@@ -1,10 +1,13 @@
 """A tiny Llama in training, without the recipe around it."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, get_scheduler, set_seed
 
+from longctx_patch.checkpoints.keeper import Keeper
+from longctx_patch.checkpoints.series import Retention, steps_of
 from longctx_patch.checkpoints.train_state import TrainState
 from tests.tiny_llama import TINY_LLAMA
 
@@ -33,3 +36,10 @@ def train(state: TrainState) -> float:
     state.optimizer.zero_grad()
     state.step += 1
     return float(loss.detach())
+
+
+def keeper_of(folder: Path, write_model: Any, **changes: Any) -> Keeper:
+    """Of a run without a fingerprint, which keeps all checkpoints and writes beside training."""
+    given: dict[str, Any] = {"series": steps_of(folder), "run": {}, "write_model": write_model}
+    given |= {"retention": Retention(), "device": torch.device("cpu"), "in_background": True}
+    return Keeper(**given | {"timeout_s": 60.0, "say": print} | changes)

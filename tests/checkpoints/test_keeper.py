@@ -15,13 +15,13 @@ from torch.distributed.checkpoint import CheckpointException
 from longctx_patch.checkpoints import background as beside_module
 from longctx_patch.checkpoints.keeper import Keeper
 from longctx_patch.checkpoints.manifest import MANIFEST
-from longctx_patch.checkpoints.series import Retention, steps_of
+from longctx_patch.checkpoints.series import Retention
 from longctx_patch.checkpoints.train_state import TrainState, load_checkpoint
 from longctx_patch.health.progress import TimeLimits
 from longctx_patch.health.watchdog import Watchdog
 from longctx_patch.recipes.exporting import write_model
 from longctx_patch.recipes.models import byte_tokenizer
-from tests.checkpoints.small_state import state_of, tiny_model, train
+from tests.checkpoints.small_state import keeper_of, state_of, tiny_model, train
 from tests.harness import run_distributed
 
 MakeKeeper = Callable[..., Keeper]
@@ -40,30 +40,27 @@ def make_keeper(tmp_path: Path, state: TrainState) -> MakeKeeper:
         def write_now(folder: Path, weights: dict[str, torch.Tensor]) -> None:
             write_model(state.model, byte_tokenizer(), folder, weights, seed=0)
 
-        given: dict[str, Any] = {
-            "series": steps_of(tmp_path),
-            "run": {},
-            "write_model": write or write_now,
-            "retention": Retention(keep_last=1),
-            "device": torch.device("cpu"),
-            "in_background": True,
-            "timeout_s": 60.0,
-            "say": print,
-        }
-        return Keeper(**given | changes)
+        keeps = {"retention": Retention(keep_last=1)}
+        return keeper_of(tmp_path, write or write_now, **keeps | changes)
 
     return make
 
 
-def test_each_checkpoint_is_of_its_step_and_older_ones_stay_until_it_is_whole(
-    state: TrainState, make_keeper: MakeKeeper
-) -> None:
+def held_back(state: TrainState) -> tuple[threading.Event, Any]:
+    """(an event, what writes a model once it has come)."""
     may_write = threading.Event()
 
     def write(folder: Path, weights: dict[str, torch.Tensor]) -> None:
         assert may_write.wait(60)
         write_model(state.model, byte_tokenizer(), folder, weights, seed=0)
 
+    return may_write, write
+
+
+def test_each_checkpoint_is_of_its_step_and_older_ones_stay_until_it_is_whole(
+    state: TrainState, make_keeper: MakeKeeper
+) -> None:
+    may_write, write = held_back(state)
     with make_keeper(write) as keeper:
         may_write.set()
         first = keeper.save(state)
@@ -179,7 +176,7 @@ def test_an_error_waits_for_a_checkpoint_under_the_watchdog_and_is_said_before(
 ) -> None:
     """Else the limit of a step would end the job before the checkpoint is whole."""
     monkeypatch.setattr(beside_module, "SOON_S", 0.0)
-    may_write, waits = threading.Event(), Waits()
+    (may_write, write), waits = held_back(state), Waits()
 
     @contextmanager
     def writes_now() -> Iterator[None]:
@@ -187,10 +184,6 @@ def test_an_error_waits_for_a_checkpoint_under_the_watchdog_and_is_said_before(
             if waits.times == 2:
                 threading.Timer(0.2, may_write.set).start()
             yield
-
-    def write(folder: Path, weights: dict[str, torch.Tensor]) -> None:
-        assert may_write.wait(60)
-        write_model(state.model, byte_tokenizer(), folder, weights, seed=0)
 
     places: list[Path] = []
 
@@ -255,11 +248,7 @@ def test_training_waits_for_what_takes_longer_than_it_may(
     state: TrainState, make_keeper: MakeKeeper
 ) -> None:
     """So that the watchdog sees a disk that doesn't answer any more."""
-    may_write, waits = threading.Event(), Waits()
-
-    def write(folder: Path, weights: dict[str, torch.Tensor]) -> None:
-        assert may_write.wait(60)
-
+    (may_write, write), waits = held_back(state), Waits()
     with make_keeper(write, waiting=waits.saving, timeout_s=3600) as keeper:
         keeper.save(state)
         keeper.look()
@@ -276,15 +265,13 @@ def of_two_ranks(rank: int, folder: str) -> float:
     state, limits = state_of(tiny_model()), []
     train(state)
     for timeout_s in (float("inf"), 5.0):
-        given: dict[str, Any] = {"series": steps_of(Path(folder) / str(timeout_s)), "run": {}}
-        given |= {"write_model": lambda *_: None, "retention": Retention(), "say": print}
-        given |= {"device": torch.device("cpu"), "in_background": True, "timeout_s": timeout_s}
-        with Keeper(**given) as keeper:
-            place = keeper.save(state)
+        place, nothing = Path(folder) / str(timeout_s), lambda *_: None
+        with keeper_of(place, nothing, timeout_s=timeout_s) as keeper:
+            saved = keeper.save(state)
             group = keeper._group
             assert group is not None
             limits.append(group._get_backend(torch.device("cpu")).options._timeout)
-        assert (place / MANIFEST).exists()
+        assert (saved / MANIFEST).exists()
     return limits[1].total_seconds()
 
 

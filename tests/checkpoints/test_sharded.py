@@ -16,15 +16,13 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from longctx_patch import LongContextConfig, close_accelerator, make_accelerator
-from longctx_patch.checkpoints.keeper import Keeper
 from longctx_patch.checkpoints.manifest import MANIFEST
 from longctx_patch.checkpoints.output_folder import make_output
-from longctx_patch.checkpoints.series import Retention, steps_of
 from longctx_patch.checkpoints.states import Writer
 from longctx_patch.checkpoints.train_state import TrainState, load_checkpoint
 from longctx_patch.recipes.exporting import export_model, write_model
 from longctx_patch.recipes.models import byte_tokenizer
-from tests.checkpoints.small_state import state_of, tiny_model, train
+from tests.checkpoints.small_state import keeper_of, state_of, tiny_model, train
 from tests.harness import run_distributed
 from tests.plugin.launched import run_launched
 
@@ -62,16 +60,8 @@ def save_and_go_on(rank: int, folder: Path, *, lora: bool) -> list[float]:
         assert all_done.wait(60)
         write_model(state.model, tokenizer, folder, weights, seed=0)
 
-    keeper = Keeper(
-        series=steps_of(folder),
-        run={"exact": {"seed": 0}, "world": dist.get_world_size()},
-        write_model=write_at_last,
-        retention=Retention(),
-        device=torch.device("cpu"),
-        in_background=True,
-        timeout_s=60,
-        say=print,
-    )
+    run = {"exact": {"seed": 0}, "world": dist.get_world_size()}
+    keeper = keeper_of(folder, write_at_last, run=run)
     with keeper:
         place = keeper.save(state)
         export_model(accelerator_of(rank), state.model, tokenizer, folder, seed=0, step=2)

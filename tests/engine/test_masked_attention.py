@@ -19,10 +19,8 @@ from tests.engine.exact import Case, assert_exact, causal_row, config_of
 from tests.masked import Masked, masks_of
 
 MASKS = {case.name: case for case in (causal_row(41), *masks_of(41))}
-PLACED = [
-    ("auto", None),
-    *((plan, layout) for plan, record in PLANS.items() for layout in record.layouts),
-]
+PLACED = [("auto", None), *((plan, record.layouts[0]) for plan, record in PLANS.items())]
+"""Other layouts of a plan: tests/plans/test_masked_plans.py."""
 KINDS: list[dict[str, Any]] = [
     {"heads": (4, 2)},
     {"heads": (7, 7), "dtype": torch.float32, "sinks": True},

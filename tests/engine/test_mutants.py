@@ -101,7 +101,7 @@ def test_what_the_verifier_passes_is_exact(num_ranks: int, monkeypatch: pytest.M
         case = Case(config_of(name, layout, 1, num_ranks), causal_row(13))
         plans = plans_of(case)
         for direction, plan in plans.items():
-            for _ in range(12):
+            for _ in range(7):
                 changed = plans | {direction: mutant(plan, random)}
                 try:
                     verify_plan(changed[direction])
@@ -111,7 +111,7 @@ def test_what_the_verifier_passes_is_exact(num_ranks: int, monkeypatch: pytest.M
                 monkeypatch.setattr(call, "make_plan", lambda _, d, *rest, p=changed: p[d])
                 assert_exact(case)
                 outcomes["exact"] += 1
-    assert min(outcomes["rejected"], outcomes["exact"]) > 50
+    assert min(outcomes["rejected"], outcomes["exact"]) > 30
 
 
 def plans_of(case: Case) -> dict[Direction, Plan]:

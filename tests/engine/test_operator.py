@@ -181,16 +181,37 @@ def test_bfloat16_error_is_at_most_twice_the_plain_kernels() -> None:
         assert relative_error(ours, wanted[name]) < bound
 
 
-@pytest.mark.parametrize(("batch", "length"), [(0, 4), (1, 0)])
-def test_nothing_to_attend_to_is_refused_on_every_rank(batch: int, length: int) -> None:
-    config = LongContextConfig(ulysses_degree=2, ring_degree=2)
+EMPTY = r"an empty batch .*leave empty batches out"
+EXPECTED = r"expected q \[B, L, H, D\], k \[B, L, G, D\] and v"
+
+
+@pytest.mark.parametrize(
+    ("degrees", "q_shape", "k_shape", "k_dtype", "says"),
+    [
+        ((2, 2), (0, 4, 2, 8), (0, 4, 2, 8), torch.float32, EMPTY),
+        ((2, 2), (1, 0, 2, 8), (1, 0, 2, 8), torch.float32, EMPTY),
+        ((1, 1), (1, 4, 3, 8), (1, 4, 2, 8), torch.float32, EXPECTED),
+        ((1, 1), (1, 4, 2, 8), (1, 5, 2, 8), torch.float32, EXPECTED),
+        ((1, 1), (1, 4, 2, 8), (1, 4, 2, 16), torch.float32, EXPECTED),
+        ((1, 1), (1, 4, 2, 8), (1, 4, 2, 8), torch.float64, EXPECTED),
+        ((4, 1), (1, 2, 2, 8), (1, 2, 2, 8), torch.float32, "_degree=4, but the model has 2 query"),
+    ],
+)
+def test_tensors_that_can_not_be_right_are_refused_on_every_rank(
+    degrees: tuple[int, int],
+    q_shape: tuple[int, ...],
+    k_shape: tuple[int, ...],
+    k_dtype: torch.dtype,
+    says: str,
+) -> None:
+    config = LongContextConfig(ulysses_degree=degrees[0], ring_degree=degrees[1])
 
     def run(transport: VirtualTransport) -> None:
-        x = torch.randn(batch, length, 2, 8)
-        with pytest.raises(ValueError, match=r"an empty batch .*leave empty batches out"):
-            attention(x, x, x, group=virtual_group(transport, config))
+        q, k = torch.randn(q_shape), torch.randn(k_shape, dtype=k_dtype)
+        with pytest.raises(ValueError, match=says):
+            attention(q, k, k, group=virtual_group(transport, config))
 
-    run_virtual_ranks(4, run)
+    run_virtual_ranks(config.sequence_degree, run)
 
 
 def test_ranks_that_disagree_are_refused_everywhere() -> None:
@@ -223,32 +244,6 @@ def test_one_rank_with_bad_tensors_stops_all() -> None:
             attention(x, k, k, group=virtual_group(transport, config))
 
     run_virtual_ranks(2, run)
-
-
-@pytest.mark.parametrize(
-    ("shapes", "dtype"),
-    [
-        (((1, 4, 3, 8), (1, 4, 2, 8)), torch.float32),
-        (((1, 4, 2, 8), (1, 5, 2, 8)), torch.float32),
-        (((1, 4, 2, 8), (1, 4, 2, 16)), torch.float32),
-        (((1, 4, 2, 8), (1, 4, 2, 8)), torch.float64),
-    ],
-)
-def test_shapes_are_checked(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> None:
-    q, k = torch.randn(shapes[0]), torch.randn(shapes[1], dtype=dtype)
-    with pytest.raises(ValueError, match=r"expected q \[B, L, H, D\], k \[B, L, G, D\] and v"):
-        attention(q, k, k, group=make_sequence_group(LongContextConfig()))
-
-
-def test_more_ulysses_ranks_than_heads_are_refused() -> None:
-    config = LongContextConfig(ulysses_degree=4)
-
-    def run(transport: VirtualTransport) -> None:
-        x = torch.randn(1, 2, 2, 8)
-        with pytest.raises(ValueError, match=r"ulysses_degree=4, but the model has 2 query heads"):
-            attention(x, x, x, group=virtual_group(transport, config))
-
-    run_virtual_ranks(4, run)
 
 
 def test_sinks_of_the_caller_stay_as_they_are() -> None:

@@ -4,6 +4,7 @@ no number is refused, whether ranks are compared or not."""
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from longctx_patch import (
 )
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.masks import prefix_lm
+from tests.masked import dense_masked
 from tests.reference import relative_error
 
 LENGTH, PREFIX, HEADS = 29, 5, 4
@@ -26,20 +28,6 @@ def tensors(dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, LENGTH, heads, 8) for heads in (HEADS, 2, 2, HEADS)]
     return [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
-
-
-def dense(scale: float, softcap: float | None, is_prefix: bool) -> list[Tensor]:
-    """(out, lse, dq, dk, dv) in float64, from the definition."""
-    q, k, v, dout = (x.double().requires_grad_() for x in tensors(torch.float64))
-    wide_k, wide_v = (x.repeat_interleave(HEADS // 2, 2) for x in (k, v))
-    scores = torch.einsum("blhd,bmhd->bhlm", q, wide_k) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    rows, columns = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
-    seen = (columns <= rows) | (is_prefix & (columns < PREFIX))
-    scores = scores.masked_fill(~seen, -math.inf)
-    out = torch.einsum("bhlm,bmhd->blhd", scores.softmax(-1), wide_v)
-    return [out, scores.logsumexp(-1), *torch.autograd.grad(out, (q, k, v), dout)]
 
 
 @pytest.mark.parametrize("scale", [-0.4, -0.0, 0, 1e-60, -1e-60])
@@ -70,7 +58,11 @@ def test_scales_of_0_and_below_are_exact(
 
     found = run_virtual_ranks(4, rank)
     layout = config.layout_of(Documents.one(LENGTH))
-    for number, wanted in enumerate(dense(scale, softcap, is_prefix)):
+    rows, columns = np.arange(LENGTH)[:, None], np.arange(LENGTH)
+    table = (columns <= rows) | (is_prefix & (columns < PREFIX))
+    q, k, v, dout = tensors(torch.float64)
+    dense = dense_masked(q, k, v, dout, table, softcap=softcap, scale=scale)
+    for number, wanted in enumerate(dense.values()):
         shards = [result[number] for result in found]
         whole = layout.unshard(shards, 2 if number == 1 else 1)
         assert whole.isfinite().all()

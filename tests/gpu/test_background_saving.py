@@ -12,13 +12,11 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from longctx_patch.checkpoints.keeper import Keeper
 from longctx_patch.checkpoints.manifest import MANIFEST
-from longctx_patch.checkpoints.series import Retention, steps_of
 from longctx_patch.checkpoints.train_state import TrainState, load_checkpoint
 from longctx_patch.recipes.exporting import write_model
 from longctx_patch.recipes.models import byte_tokenizer
-from tests.checkpoints.small_state import state_of, tiny_model, train
+from tests.checkpoints.small_state import keeper_of, state_of, tiny_model, train
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
@@ -50,16 +48,7 @@ def test_a_checkpoint_is_of_its_step_though_training_went_on(
         write_model(sharded.model, tokenizer, folder, weights, seed=0)
 
     train(sharded)
-    keeper = Keeper(
-        series=steps_of(tmp_path),
-        run={},
-        write_model=write,
-        retention=Retention(),
-        device=GPU,
-        in_background=True,
-        timeout_s=60,
-        say=pytest.fail,
-    )
+    keeper = keeper_of(tmp_path, write, device=GPU, say=pytest.fail)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     for _ in range(2):  # the second time into the memory of the first copy
         may_write.clear()

@@ -23,7 +23,7 @@ from tests.engine.exact import Case, causal_call, causal_row, config_of, inputs,
 from tests.harness import run_distributed
 from tests.hf.steps import collated
 from tests.hf.tiny import FAMILIES, gradients, tiny_model, token_rows
-from tests.masked import Masked, dense_masked
+from tests.masked import Masked, dense_masked, masks_of
 from tests.reference import relative_error
 
 pytestmark = [
@@ -98,6 +98,43 @@ def assert_as_accurate(group: SequenceGroup, alone: SequenceGroup, case: Case, k
         bound = 2 * relative_error(plain[name], wanted[name])
         error = relative_error(part, wanted[name])
         assert error <= bound, (name, case.masked.name, kernel, group.config, error, bound)
+
+
+MASKED_LENGTH, MANY_HEADS = 1000, (64, 16)
+"""A sink's gradient is one number per head: the error of a few can be small by luck."""
+
+
+def check_masks(rank: int, world_size: int) -> None:
+    """Every kind of mask is as accurate as on one GPU."""
+    alone = make_sequence_group(LongContextConfig())
+    plans = ("halo", "ring", "zigzag_direct", "distflash_balanced", "allgather", "burst")
+    configs = [
+        LongContextConfig(ring_degree=world_size),
+        LongContextConfig(ulysses_degree=world_size),
+        LongContextConfig(ulysses_degree=2, ring_degree=world_size // 2),
+        *(LongContextConfig(ring_degree=world_size, plan=plan) for plan in plans),
+    ]
+    for config in configs:
+        group = make_sequence_group(config)
+        for masked in masks_of(MASKED_LENGTH):
+            # cuDNN builds a graph for every new shape, which is slow.
+            kernels = ("torch_flash", "cudnn") if config is configs[0] else ("torch_flash",)
+            for kernel in kernels:
+                if masked.mask is None or not masked.mask.has_tiles:
+                    case = on_gpu(config, masked, batch=1, sinks=True, heads=MANY_HEADS)
+                    assert_as_accurate(group, alone, case, kernel)
+        group.close()
+
+
+def check_flex(rank: int, world_size: int) -> None:
+    """FlexAttention under one config only: each kind of piece takes many seconds to compile."""
+    alone = make_sequence_group(LongContextConfig())
+    group = make_sequence_group(LongContextConfig(ring_degree=world_size, layout="contiguous"))
+    for masked in masks_of(MASKED_LENGTH):
+        if masked.name in ("documents", "function"):
+            case = on_gpu(group.config, masked, batch=1, sinks=True, heads=MANY_HEADS, softcap=2.0)
+            assert_as_accurate(group, alone, case, "flex")
+    group.close()
 
 
 def with_kernel(group: SequenceGroup, kernel: str) -> SequenceGroup:
@@ -217,8 +254,12 @@ def check_bits(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "checked", [check_operator, check_the_host_runs_ahead, check_models, check_bits]
+    "checked",
+    [
+        *(check_operator, check_masks, check_flex),
+        *(check_the_host_runs_ahead, check_models, check_bits),
+    ],
 )
 def test_over_all_gpus(checked: Callable[[int, int], None]) -> None:
-    world_size = min(4, torch.cuda.device_count())
-    run_distributed(checked, world_size, world_size, backend="nccl", timeout_s=240)
+    world_size = 4 if torch.cuda.device_count() >= 4 else 2
+    run_distributed(checked, world_size, world_size, backend="nccl", timeout_s=280)

@@ -1,13 +1,16 @@
 """Fused layers in bfloat16: their error against float64 is at most twice that of stock layers."""
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import Trainer, TrainingArguments
 from transformers.models.llama import modeling_llama
 
+from longctx_patch import LongContextConfig, LongContextTrainer
 from longctx_patch.families.text_part import auto_class
 from longctx_patch.hf.layers.fused_layers import (
     LIGER_FAMILIES,
@@ -17,14 +20,14 @@ from longctx_patch.hf.layers.fused_layers import (
 )
 from longctx_patch.hf.model.sequence_kernels import run_torch_recurrences
 from longctx_patch.verification.shrink import keep_float64
-from tests.hf.tiny import SUPPORTED, featured_config, tiny_model
+from tests.hf.tiny import SUPPORTED, featured_config, tiny_model, token_rows
 from tests.memory.trained import Trained
 from tests.reference import relative_error
 
 pytestmark = pytest.mark.gpu
 
 DEVICE, ROPE = "cuda", "apply_rotary_pos_emb"
-LENGTH = 301
+LENGTH, STEPS = 301, 4
 
 
 @pytest.fixture(autouse=True)
@@ -162,3 +165,38 @@ def assert_as_accurate(family: str, how: FusedLayersName) -> None:
     assert relative_error(fused_grads, grads) <= 2 * relative_error(stock_grads, grads)
     # One number may be right by luck, so the bound is never below 1e-3.
     assert relative_error(fused_loss, loss) <= max(2 * relative_error(stock_loss, loss), 1e-3)
+
+
+def logged(folder: Path, *, liger: bool) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step: LongContextTrainer with Liger, or the stock Trainer."""
+    torch.manual_seed(0)
+    model: Any = tiny_model(head_dim=64)
+    rows = [{**row, "labels": row["input_ids"]} for row in token_rows(1021, 2 * STEPS)]
+    args = TrainingArguments(
+        str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        learning_rate=1e-3,
+        use_liger_kernel=liger,
+        liger_kernel_config={"fused_linear_cross_entropy": False} if liger else None,
+    )
+    more: dict[str, Any] = {"long_context": LongContextConfig()} if liger else {}
+    trainer = (LongContextTrainer if liger else Trainer)(
+        model=model, args=args, train_dataset=rows, **more
+    )
+    trainer.train()
+    kernels = [m for m in model.modules() if "liger" in getattr(m.forward, "__module__", "")]
+    assert bool(kernels) == liger
+    history = trainer.state.log_history
+    return [(line["loss"], line["grad_norm"]) for line in history if "grad_norm" in line]
+
+
+def test_steps_under_a_trainer_are_those_of_the_stock_layers(tmp_path: Path) -> None:
+    pytest.importorskip("liger_kernel")
+    stock = logged(tmp_path / "stock", liger=False)
+    ours = logged(tmp_path / "ours", liger=True)  # puts its classes into transformers' module
+    assert len(ours) == STEPS
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(stock), rtol=2e-4, atol=0)

@@ -143,16 +143,8 @@ def test_the_recipe_refuses_one_rank_that_is_started_otherwise(
     config_file: Path, text_file: Path, tmp_path: Path
 ) -> None:
     """Ranks with another precision or config are refused beside trainers (tests/trainer)."""
-    flags = [
-        "--model",
-        str(config_file),
-        "--text",
-        str(text_file),
-        "--seq-len",
-        "64",
-        "--ring",
-        "2",
-    ]
+    flags = ["--model", str(config_file), "--text", str(text_file)]
+    flags += ["--seq-len", "64", "--ring", "2"]
     for said in run_launched(odd_run, 2, flags, str(tmp_path / "out")):
         assert "settings.max_steps: 4 on rank 0, 5 on rank 1\n" in said
         assert "settings.save_every: 0 on rank 0, 2 on rank 1\n" in said

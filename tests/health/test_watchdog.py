@@ -40,14 +40,20 @@ def watching(ends: Ends, folder: Path | None, limits: TimeLimits = SHORT) -> Wat
     return Watchdog(limits, folder=folder, interval_s=0.02, end=ends)
 
 
+def codes_at_the_end(folder: Path | None, limits: TimeLimits = SHORT, done: int = 0) -> list[int]:
+    """With which codes the watchdog ends a process in which no more happens."""
+    ends = Ends()
+    with watching(ends, folder, limits) as dog:
+        if done:
+            dog.done(done)
+        assert ends.came.wait(WAIT_S)
+    return ends.codes
+
+
 def test_a_step_that_takes_too_long_ends_the_process_with_a_record(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ends = Ends()
-    with watching(ends, tmp_path / "flight") as dog:
-        dog.done(6)
-        assert ends.came.wait(WAIT_S)
-    assert ends.codes == [1]
+    assert codes_at_the_end(tmp_path / "flight", done=6) == [1]
     record = json.loads((tmp_path / "flight" / "rank_0.json").read_text())
     assert record["reason"] == "step 7 has taken longer than its limit of 0 s on rank 0"
     assert (record["rank"], record["step"], record["phase"]) == (0, 7, "step")
@@ -59,10 +65,7 @@ def test_a_step_that_takes_too_long_ends_the_process_with_a_record(
 
 def test_nothing_is_written_into_an_output_that_is_not_there_yet(tmp_path: Path) -> None:
     """Else the next start would find its output filled."""
-    ends = Ends()
-    with watching(ends, tmp_path / "out" / "flight"):
-        assert ends.came.wait(WAIT_S)
-    assert ends.codes == [1]
+    assert codes_at_the_end(tmp_path / "out" / "flight") == [1]
     assert not (tmp_path / "out").exists()
 
 
@@ -70,9 +73,7 @@ def test_a_start_in_which_processes_do_not_meet_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
-    ends = Ends()
-    with watching(ends, None):
-        assert ends.came.wait(WAIT_S)
+    codes_at_the_end(None)
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("watchdog: the start, before the end of the first step has taken")
     assert said[1] == "The 3 processes of the job have not all met yet."
@@ -112,18 +113,12 @@ def test_it_ends_the_process_also_if_it_finds_no_words(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(watchdog, "judge", fails)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    ends = Ends()
-    with watching(ends, None):
-        assert ends.came.wait(WAIT_S)
-    assert ends.codes == [1]
+    assert codes_at_the_end(None) == [1]
 
 
 def test_a_process_whose_launcher_is_gone_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(last_words, "launcher", lambda: 4_000_000)
-    ends = Ends()
-    with watching(ends, None, TimeLimits()):
-        assert ends.came.wait(WAIT_S)
-    assert set(ends.codes) == {1}
+    assert set(codes_at_the_end(None, TimeLimits())) == {1}
 
 
 def test_a_rank_that_is_stopped_is_found_in_a_phase_that_may_take_long(

@@ -126,14 +126,6 @@ def piece(rows: int, columns: int, low: int | None, high: int | None) -> Piece:
     return Piece(Interval(0, rows), Interval(0, columns), Band(low, high))
 
 
-def test_a_window_is_counted_from_the_last_pair() -> None:
-    """Each of 7 queries sees 4 of 10 keys, the last being its own: the window is (3, 0)."""
-    (call,) = calls_of((piece(7, 10, 0, 3),), BOTH)
-    assert call.segments.rule == Window(3, 0)
-    (call,) = calls_of((piece(5, 5, 0, None),), BOTH)
-    assert call.segments.rule == Window(0, None)
-
-
 def test_documents_of_one_rule_share_a_call() -> None:
     documents = documents_mask(packed([5, 1, 9, 2]))
     (call,) = calls_of(documents.regions, BOTH)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from longctx_patch.kernels import (
-    BackwardInputs,
     Kernel,
     Score,
     Segments,
@@ -22,7 +21,6 @@ from longctx_patch.kernels import (
 from longctx_patch.kernels.backends.dense import DenseKernel
 from longctx_patch.kernels.backends.flex import FlexKernel
 from longctx_patch.kernels.backends.flex_masks import block_mask
-from longctx_patch.kernels.base import CAUSAL_WINDOW
 from longctx_patch.sequence.layout import even_cuts
 from tests.kernels.cases import PIECES, SEGMENTS
 from tests.kernels.checks import check_calls, check_kernel, takes
@@ -210,12 +208,3 @@ def test_block_masks_are_those_of_torch(case: str) -> None:
     wanted = torch.zeros(lengths, dtype=torch.bool)
     wanted[: sum(segments.q), : sum(segments.kv)] = table_of(segments)
     assert torch.equal(bits, wanted)
-
-
-def test_cudnn_refuses_rows_whose_gradients_it_gets_wrong() -> None:
-    """A single key-value head can't be cut, so cuDNN refuses. The meta device needs no memory."""
-    q = torch.empty(1, 2**21, 8, 128, dtype=torch.bfloat16, device="meta")
-    k, lse = q[:, :, :1], torch.empty(1, 8, 2**21, device="meta")
-    segments = Segments((2**21,), (2**21,), CAUSAL_WINDOW)
-    with pytest.raises(ValueError, match=r"2,147,483,648 numbers.*'flash_attn_4'"):
-        available()["cudnn"].backward(BackwardInputs(q, q, k, k, q, lse), segments, PLAIN)

@@ -13,12 +13,13 @@ from longctx_patch.hf.model.transformers_api import (
     decoder_layers,
     recurrent_modules,
 )
+from longctx_patch.memory.ladder import MemoryUse
 from longctx_patch.memory.limits import MARGIN
-from longctx_patch.memory.passes import MemoryUse
 from longctx_patch.memory.policies import LayerPolicy
 from tests.harness import run_distributed
 from tests.hf.tiny import SUPPORTED, featured_model, gradients, tiny_model
 from tests.memory.live_bytes import LiveBytes
+from tests.memory.test_tiled_mlp_models import FAMILIES, codes_of_mlps
 from tests.memory.trained import Trained, assert_equal, averaged, counted_step
 
 LAYERS = 5
@@ -34,8 +35,11 @@ def last(whole: int) -> list[LayerPolicy]:
 
 
 def test_every_family_has_a_layer_to_recompute_for_all_that_mixes_tokens() -> None:
+    """And MLPs with the code of one that is tried in tiles."""
+    tried = set().union(*(codes_of_mlps(featured_model(family)) for family in FAMILIES))
     for family in SUPPORTED:
         model = featured_model(family)
+        assert codes_of_mlps(model) <= tried, family
         inside = [id(m) for layer in decoder_layers(model) for m in layer.modules()]
         attentions = [id(module) for module in attention_modules(model)]
         recurrent = [id(module) for module in recurrent_modules(model)]

@@ -9,7 +9,6 @@ import torch
 from peft import get_peft_model
 from torch import Tensor
 
-from longctx_patch import LongContextConfig
 from longctx_patch.memory.policies import (
     POLICIES,
     CheckpointPolicy,
@@ -108,11 +107,6 @@ def test_layers_are_described_in_words() -> None:
     )
     it = Trained(tiny_model(), checkpoint="full")
     assert str(it.handle.checkpointing) == "2 of 2 layers recompute everything"
-
-
-def test_a_share_of_attention_needs_a_policy_that_keeps_it() -> None:
-    with pytest.raises(ValueError, match=r"0.5 with checkpoint='full'.*'attention' or 'offload'"):
-        LongContextConfig(checkpoint="full", attention_kept=0.5)
 
 
 def check_degrees(rank: int) -> None:

@@ -75,7 +75,7 @@ def with_pieces(plan: Plan, step: int, work: int, pieces: tuple[Piece, ...]) -> 
     return replace(plan, steps=tuple(steps))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 @given(masked_plans(), st.data())
 def test_a_piece_that_is_missing_moved_or_computed_twice_is_rejected(
     made: Masked, data: st.DataObject
@@ -91,7 +91,7 @@ def test_a_piece_that_is_missing_moved_or_computed_twice_is_rejected(
             verify_plan(with_pieces(made.plan, step, work, (*others, *wrong)))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 @given(masked_plans(), st.data())
 def test_the_plan_of_another_mask_is_rejected(made: Masked, data: st.DataObject) -> None:
     """The verifier rejects it, also if the masks differ in a single pair."""

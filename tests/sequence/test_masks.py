@@ -1,13 +1,9 @@
 """Masks equal the dense table that follows from their definition."""
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.layout import Interval
@@ -19,60 +15,13 @@ from longctx_patch.sequence.masks import (
     documents_mask,
     function_mask,
     prefix_lm,
-    within,
 )
 from longctx_patch.sequence.regions import Piece, Tile
-from tests.masked import same_document
+from tests.masked import Table
+from tests.plans.random_masks import masks, tokens
 
-Table = NDArray[np.bool_]
-
-
-def rows_and_columns(num_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    tokens = np.arange(num_tokens)
-    return tokens[:, None], tokens[None, :]
-
-
-@st.composite
-def packed_rows(draw: st.DrawFn) -> Documents:
-    lengths = tuple(draw(st.lists(st.integers(1, 9), max_size=6)))
-    return Documents(lengths, sum(lengths) + draw(st.integers(0, 5)))
-
-
-def some_blocks(draw: Callable[..., Any], num_tokens: int, size: int) -> Table:
-    count = -(-num_tokens // size)
-    bits = draw(st.lists(st.booleans(), min_size=count**2, max_size=count**2))
-    return np.array(bits, dtype=bool).reshape(count, count)
-
-
-@st.composite
-def masks(draw: st.DrawFn) -> tuple[Mask, Table]:
-    """A mask and its table by definition."""
-    documents = draw(packed_rows())
-    n = documents.num_tokens
-    q, k = rows_and_columns(n)
-    kind = draw(st.sampled_from(["causal", "window", "both", "prefix", "blocks", "function"]))
-    inside = same_document(documents.lengths, n)
-    if kind == "causal":
-        return documents_mask(documents), inside & (k <= q)
-    if kind == "window":
-        window = draw(st.integers(1, 8))
-        return documents_mask(documents, window=window), inside & (k <= q) & (k > q - window)
-    if kind == "both":
-        return documents_mask(documents, is_causal=False), inside
-    size = draw(st.integers(1, 5))
-    if kind == "prefix":
-        prefix = draw(st.integers(0, n))
-        made, table = prefix_lm(n, prefix), (k < prefix) | (k <= q)
-    elif kind == "blocks":
-        blocks = some_blocks(draw, n, size)
-        is_causal = draw(st.booleans())
-        made = block_sparse(n, blocks, size, is_causal=is_causal)
-        table = blocks[q // size, k // size] & ((k <= q) | (not is_causal))
-    else:
-        a, b, c = (draw(st.integers(1, 7)) for _ in range(3))
-        made = function_mask(n, lambda q, k: (a * q + b * k) % 8 < c, block_size=size)
-        table = (a * q + b * k) % 8 < c
-    return made & within(documents, None), table & inside
+MADE = st.integers(1, 36).flatmap(masks)
+"""A mask, or the intersection of several, and its table by definition."""
 
 
 def table_of(pieces: list[Piece], shape: tuple[int, ...]) -> Table:
@@ -93,7 +42,7 @@ intervals = st.tuples(st.integers(0, 25), st.integers(0, 12), st.integers(1, 4))
 
 
 @settings(max_examples=300, deadline=None)
-@given(masks(), intervals, intervals)
+@given(MADE, intervals, intervals)
 def test_a_mask_is_its_table_wherever_it_is_cut(
     made: tuple[Mask, Table], q_of: tuple[int, int, int], kv_of: tuple[int, int, int]
 ) -> None:
@@ -101,7 +50,7 @@ def test_a_mask_is_its_table_wherever_it_is_cut(
     assert np.array_equal(table_of(list(mask.regions), table.shape), table)
     assert mask.area == np.count_nonzero(table)
     assert np.array_equal(mask.dense(), table)
-    q, k = rows_and_columns(mask.num_tokens)
+    q, k = tokens(mask.num_tokens)
     assert np.array_equal(table, k <= q) or not mask.is_causal
     assert mask.sees_ahead == bool((table & (k > q)).any())
     step = q_of[2]
@@ -113,27 +62,14 @@ def test_a_mask_is_its_table_wherever_it_is_cut(
     assert sum(mask.area_in(q_cut, kv_cut, piece) for piece in pieces) == np.count_nonzero(part)
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.data())
-def test_both_of_two_masks(data: st.DataObject) -> None:
-    mask, table = data.draw(masks())
-    n = mask.num_tokens
-    size = data.draw(st.integers(1, 4))
-    blocks = some_blocks(data.draw, n, size)
-    q, k = rows_and_columns(n)
-    other = block_sparse(n, blocks, size)
-    both = mask & other
-    assert np.array_equal(both.dense(), table & blocks[q // size, k // size] & (k <= q))
-    assert both.area == np.count_nonzero(both.dense())
-    again = mask & block_sparse(n, blocks, size)
-    assert again == both
-    assert again.checksum == both.checksum
-
-
 def test_equal_masks_by_other_ways_have_one_checksum() -> None:
     assert causal(12) == documents_mask(Documents.one(12), window=40) != bidirectional(12)
     assert causal(12).checksum == documents_mask(Documents.one(12), window=12).checksum
     assert len({m.checksum for m in (causal(12), bidirectional(12), causal(13))}) == 3
+    blocks = np.eye(3, dtype=bool)
+    both = [bidirectional(12) & block_sparse(12, blocks, 4) for _ in range(2)]
+    assert both[0] == both[1]
+    assert both[0].checksum == both[1].checksum
     one = function_mask(6, lambda q, k: (q + k) % 3 == 0)
     assert one.checksum != function_mask(6, lambda q, k: (q + k + 1) % 3 == 0).checksum
 

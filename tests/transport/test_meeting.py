@@ -106,11 +106,8 @@ def check_process_group(rank: int) -> None:
     assert words.endswith(str(WRONG))
 
 
-def test_processes_meet() -> None:
-    run_distributed(check_process_group, 2)
-
-
 def wait_in_vain(rank: int) -> list[str]:
+    """torch's own error speaks of a socket; a rank may have called the model alone."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
     everyone = ProcessGroupTransport(group, torch.device("cpu"))
     notes = []
@@ -122,8 +119,12 @@ def wait_in_vain(rank: int) -> list[str]:
     return notes
 
 
-def test_a_rank_that_waits_in_vain_is_told_what_for() -> None:
-    """torch's own error speaks of a socket; a rank may have called the model alone."""
-    (note,), nothing = run_distributed(wait_in_vain, 2)
+def meet_and_wait(rank: int) -> list[str]:
+    check_process_group(rank)
+    return wait_in_vain(rank)
+
+
+def test_processes_meet_and_one_that_waits_in_vain_is_told_what_for() -> None:
+    (note,), nothing = run_distributed(meet_and_wait, 2)
     assert re.search(r"share a row meet \(ROWS\).* call model.eval\(\) before it", note)
     assert nothing == []

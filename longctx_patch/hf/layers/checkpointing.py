@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.memory.auto import AutoPolicy
+from longctx_patch.memory.ladder import MemoryUse, Pass, Rehearsed
 from longctx_patch.memory.meter import Meter, meter_of
 from longctx_patch.memory.offload import HostCopies
-from longctx_patch.memory.passes import MemoryUse, Pass, Rehearsed
 from longctx_patch.memory.policies import (
     POLICIES,
     CheckpointPolicy,

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from longctx_patch.hf.layers.checkpointing import LayerCheckpoints
-from longctx_patch.memory.ladder import Extra
+from longctx_patch.memory.ladder import Extra, Rehearsed
 from longctx_patch.memory.meter import Meter
-from longctx_patch.memory.passes import Rehearsed
 from longctx_patch.memory.random_state import RandomState
 from longctx_patch.memory.run_layer import run_layer
 

@@ -51,9 +51,19 @@ def test_all_calls_have_one_layout_that_no_other_has(
     assert calls[0][1].stride() not in strides_of_others
 
 
-def test_queries_that_reach_beyond_32_bits_with_their_gaps_are_refused() -> None:
-    q = torch.empty(2**19, 65, 1, 63, device="meta")
-    assert q.numel() < 2**31
-    given = BackwardInputs(q, q, q, q, q, q[..., 0])
-    with pytest.raises(ValueError, match=r"65 queries of 1 heads take 2,180,513,728 numbers"):
-        cudnn.CudnnKernel().backward(given, Segments((65,), (65,), CAUSAL_WINDOW), Score(1.0))
+@pytest.mark.parametrize(
+    ("shape", "kv_heads", "numbers"),
+    [
+        ((2**19, 65, 1, 63), 1, "65 queries of 1 heads take 2,180,513,728 numbers"),  # with gaps
+        ((1, 2**21, 8, 128), 1, "2,147,483,648 numbers"),  # a single head of keys can't be cut
+    ],
+)
+def test_queries_that_reach_beyond_32_bits_are_refused(
+    shape: tuple[int, int, int, int], kv_heads: int, numbers: str
+) -> None:
+    """cuDNN gets their gradients wrong. The meta device needs no memory."""
+    q = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    given = BackwardInputs(q, q, q[:, :, :kv_heads], q[:, :, :kv_heads], q, q[..., 0].mT)
+    segments = Segments(shape[1:2], shape[1:2], CAUSAL_WINDOW)
+    with pytest.raises(ValueError, match=rf"{numbers}.*'flash_attn_4'"):
+        cudnn.CudnnKernel().backward(given, segments, Score(1.0))
