@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from longctx_patch.cli.patch_options import PatchOptions
 from longctx_patch.families.facts import ModelFacts
 from longctx_patch.planner.advice import advice
 from longctx_patch.planner.job import Cluster, parse_cluster
@@ -48,35 +49,27 @@ def why_unpredicted(config: Any, *, is_dpo: bool) -> str:
     return f"what {found} takes" if found else PAIRS if is_dpo else ""
 
 
+def run_of(options: PatchOptions, settings: Settings, config: Any, cluster: Cluster) -> Result:
+    """What a run with these settings takes on these GPUs."""
+    on_host, rows = options.states_on_host, options.step_rows
+    return predict_run(settings, config, cluster, states_on_host=on_host, rows_per_step=rows)
+
+
 def prediction(
-    settings: Settings,
-    config: Any,
-    cluster: Cluster,
-    *,
-    is_dpo: bool,
-    states_on_host: bool,
-    rows_per_step: int | None,
+    options: PatchOptions, settings: Settings, config: Any, cluster: Cluster
 ) -> Result | None:
     """What the run is predicted to take; None where it is not (`why_unpredicted`).
 
     Raises ValueError where the run is predicted not to fit, with what to change.
     """
-    if why := why_unpredicted(config, is_dpo=is_dpo):
+    if why := why_unpredicted(config, is_dpo=options.dpo):
         if cluster.host_bytes is not None:
             raise ValueError(
                 f"--host-gib {cluster.host_bytes / 2**30:g}: {why} is not predicted, so that "
                 "nothing could be compared with it. Leave it out."
             )
         return None
-    return require_fit(
-        predict_run(
-            settings,
-            config,
-            cluster,
-            states_on_host=states_on_host,
-            rows_per_step=rows_per_step,
-        )
-    )
+    return require_fit(run_of(options, settings, config, cluster))
 
 
 def require_fit(result: Result) -> Result:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from longctx_patch.cli.degree_options import DegreeChooser, asked_degrees
 from longctx_patch.cli.patch_options import PatchOptions
-from longctx_patch.cli.prediction import prediction, require_fit, why_unpredicted
+from longctx_patch.cli.prediction import prediction, require_fit, run_of, why_unpredicted
 from longctx_patch.families.checks import check_model_config
 from longctx_patch.families.facts import ModelFacts
 from longctx_patch.families.recurrent_layers import recurrent_layers
@@ -15,7 +15,7 @@ from longctx_patch.planner.degrees import TIE, Way
 from longctx_patch.planner.job import Cluster, nearest_multiples
 from longctx_patch.planner.machines import MACHINES
 from longctx_patch.planner.search import Result, possible_degrees
-from longctx_patch.recipes.memory_report import job_of, predict_run
+from longctx_patch.recipes.memory_report import job_of
 from longctx_patch.recipes.settings import Settings
 
 
@@ -49,18 +49,7 @@ def share(
     way, why = (asked, "as asked") if asked else chooser.choose(degree)
     decided = _decided(settings, way, forwards)
     check_model_config(config, decided.sequence_parallelism())
-    predicted = (
-        None
-        if cluster is None
-        else prediction(
-            decided,
-            config,
-            cluster,
-            is_dpo=options.dpo,
-            states_on_host=options.states_on_host,
-            rows_per_step=options.step_rows,
-        )
-    )
+    predicted = None if cluster is None else prediction(options, decided, config, cluster)
     faster = ""
     if predicted is not None and not options.names_degrees:
         ways = _by_degree(options, settings, config, predicted.job.cluster, chooser)
@@ -101,14 +90,7 @@ def _by_degree(
     for degree in possible_degrees(job):
         way, why = chooser.choose(degree)
         its = _decided(settings, way, job.forwards(degree))
-        result = predict_run(
-            its,
-            config,
-            cluster,
-            states_on_host=options.states_on_host,
-            rows_per_step=options.step_rows,
-        )
-        found[degree] = _Predicted(its, why, result)
+        found[degree] = _Predicted(its, why, run_of(options, its, config, cluster))
     return found
 
 
