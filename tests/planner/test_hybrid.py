@@ -153,3 +153,16 @@ def test_whole_layers_are_a_sum_of_tensors_by_hand() -> None:
     gated_norm = 9 * hidden + 32 * 4
     assert net.mixer == around + projected + kernel + gated_norm
     assert net.mlp == 3 * 2 * 12288
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "attention", "offload", "full"])
+@pytest.mark.parametrize("lora", [False, True])
+def test_more_gpus_never_take_more_of_each(checkpoint: CheckpointPolicy, lora: bool) -> None:
+    def peak(gpus: int) -> float:
+        job = hybrid_job(f"{gpus}xH200", 2**19, num_layers=32, lora=lora)
+        ulysses = min(gpus, 4)
+        ring = gpus // ulysses
+        return result_of(job, ulysses=ulysses, ring=ring, checkpoint=checkpoint).memory.total
+
+    peaks = [peak(gpus) for gpus in (2, 4, 8, 16, 32)]
+    assert peaks == sorted(peaks, reverse=True)

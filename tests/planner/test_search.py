@@ -173,3 +173,7 @@ def test_an_adapter_has_no_gradients_of_frozen_weights() -> None:
     times = [result_of(j, ulysses=8, ring=1, checkpoint="none").time for j in (full, lora)]
     assert times[1].linear == pytest.approx(times[0].linear * 4 / 6)
     assert times[1].attention == times[0].attention
+
+
+def test_the_longest_row_does_not_depend_on_the_row_asked_for() -> None:
+    assert longest(llama_job("4xH200", 2)) == longest(llama_job("4xH200", 2**21))
