@@ -33,7 +33,9 @@ def test_statements_are_made_again_further_on_and_the_text_stays() -> None:
     assert max(distances) < 1.05 * row + added
     # A third of them are longer than half of a row, and a sixth begin it.
     assert sum(distance > row // 2 for distance in distances) > len(places) // 3
-    assert sum(place < 0.02 * row for place in places.values()) > len(places) * row // len(text) // 6
+    assert (
+        sum(place < 0.02 * row for place in places.values()) > len(places) * row // len(text) // 6
+    )
     assert again.sub("", first.sub("", found)) == text
 
 
