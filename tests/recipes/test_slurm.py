@@ -31,14 +31,14 @@ def test_the_recipe_is_that_of_the_folder(recipe: str, flag: str, tmp_path: Path
     slurm = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "41003"}
     slurm |= {"SLURM_CPUS_PER_TASK": "4", "PATH": f"{stubs}:{os.environ['PATH']}"}
     script = str(files("longctx_patch.recipes") / "slurm" / "run_folder.sh")
-    done = subprocess.run(
-        ["bash", script, str(run), "--max-steps", "10"],
-        env=os.environ | slurm,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+
+    def ran(**changes: str) -> "subprocess.CompletedProcess[str]":
+        words, env = ["bash", script, str(run), "--max-steps", "10"], os.environ | slurm | changes
+        return subprocess.run(words, env=env, capture_output=True, text=True, check=False)
+
+    done, other = ran(), ran(SLURM_NNODES="1")
+    assert (done.returncode, other.returncode) == (0, 1)
+    assert "is for 2 machines, but the job has 1. Use sbatch --nodes 2" in other.stderr
     words = ["launch", "--config_file", str(run / "accelerate.yaml"), "--rdzv_conf", "timeout=300"]
     words += ["--machine_rank", "1", "--main_process_ip", "node7", "--main_process_port", "11003"]
     words += ["-m", f"longctx_patch.recipes.{recipe}", flag, str(run / f"{recipe}.yaml")]

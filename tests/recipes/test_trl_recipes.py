@@ -171,8 +171,7 @@ def test_a_run_goes_on_where_it_stopped(job: Path) -> None:
         load_file(folder / "adapter_model.safetensors") for folder in (last, job / "elsewhere")
     ]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
-    check_signals(job, usual, whole)
-    check_totals(job, usual)
+    check_stop(job, usual)
     check_what_is_refused(job, usual)
 
 
@@ -193,21 +192,6 @@ def stopped_by_a_signal(arguments: list[str]) -> int:
     return 0
 
 
-def check_signals(job: Path, usual: list[str], whole: list[dict[str, float]]) -> None:
-    """A run that a signal stopped has saved the step, and goes on to the same numbers."""
-    output = job / "stopped"
-    more = flags_of(output_dir=output, save_steps=100, resume="auto", save_total_limit=1)
-    command = [*usual, *more]
-    assert run_launched(stopped_by_a_signal, 2, command) == [138, 138]
-    assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-2"]
-    assert not (output / "final").exists()
-    run_launched(sft.main, 2, command)
-    names = ("step", "loss", "grad_norm")
-    numbers = [[line.get(n) for n in names] for line in read_metrics(output) if "loss" in line]
-    assert numbers == [[line.get(n) for n in names] for line in whole if "loss" in line]
-    assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-4"]
-
-
 def ended(arguments: list[str]) -> tuple[float, float]:
     """`train_loss` as it is logged and as `train` returns it."""
     returned: list[Any] = []
@@ -222,22 +206,26 @@ def ended(arguments: list[str]) -> tuple[float, float]:
     return trainer.state.log_history[-1]["train_loss"], returned[0].training_loss
 
 
-def check_totals(job: Path, usual: list[str]) -> None:
-    """Means, tokens and the loss at the end of a run that was stopped between two logs are those of
-    the whole run. They were counted from the resumption."""
-    command = [*usual, *flags_of(save_steps=100, resume="auto", logging_steps=3)]
-    folders = [job / "logged", job / "logged_in_parts"]
-    given = [[*command, "--output-dir", str(folder)] for folder in folders]
-    whole = run_launched(ended, 2, given[0])
-    assert run_launched(stopped_by_a_signal, 2, given[1]) == [138, 138]
-    assert run_launched(ended, 2, given[1]) == whole
-    lines = [[line for line in read_metrics(f) if "loss" in line] for f in folders]
-    names = {n for n in lines[0][0] if not re.search("second|memory|runtime", n)}
+def check_stop(job: Path, usual: list[str]) -> None:
+    """A run that a signal stopped between two logs has saved the step, and goes on to the same
+    weights. Its means, tokens and the loss at its end, which were counted from the resumption, are
+    those of the whole run."""
+    usual = [*usual, *flags_of(save_steps=100, resume="auto", logging_steps=3, save_total_limit=1)]
+    whole, parts = (job / name for name in ("logged", "logged_in_parts"))
+    wanted = run_launched(ended, 2, [*usual, "--output-dir", str(whole)])
+    command = [*usual, "--output-dir", str(parts)]
+    assert run_launched(stopped_by_a_signal, 2, command) == [138, 138]
+    assert [path.name for path in parts.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert not (parts / "final").exists()
+    assert run_launched(ended, 2, command) == wanted
+    assert [path.name for path in parts.glob("checkpoint-*")] == ["checkpoint-4"]
+    ours, theirs = (load_file(f / "final/adapter_model.safetensors") for f in (parts, whole))
+    assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
+    (mine,), (line,) = ([e for e in read_metrics(f) if "loss" in e] for f in (parts, whole))
+    names = {n for n in line if not re.search("second|memory|runtime", n)}
     assert {"loss", "num_tokens", "mean_token_accuracy"} <= names
-    assert [line["step"] for line in lines[0]] == [3]
-    assert [{n: line[n] for n in names} for line in lines[1]] == [
-        {n: line[n] for n in names} for line in lines[0]
-    ]
+    assert line["step"] == 3
+    assert {n: mine[n] for n in names} == {n: line[n] for n in names}
 
 
 def check_what_is_refused(job: Path, usual: list[str]) -> None:
