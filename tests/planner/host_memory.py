@@ -10,6 +10,7 @@ the model was not made yet.
 import gc
 import json
 import os
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -24,7 +25,6 @@ from transformers import AutoModelForCausalLM
 
 from longctx_patch.plugin import load_sharded, unread_model
 
-KINDS = ("Pss", "Pss_Anon", "Pss_File", "Pss_Shmem")
 EVERY_S = 0.03
 
 
@@ -62,14 +62,12 @@ def _write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 @contextmanager
-def sampled(processes: list[int]) -> Iterator[dict[str, int]]:
-    """The most bytes that `processes` held together above those at the start, by kind."""
-    start, done = _held(processes), threading.Event()
-    most = dict.fromkeys(start, 0)
+def sampled(processes: list[int]) -> Iterator[list[int]]:
+    """The most bytes that `processes` held together above those at the start; one number."""
+    start, done, most = _held(processes), threading.Event(), [0]
 
     def note() -> None:
-        for kind, held in _held(processes).items():
-            most[kind] = max(most[kind], held - start[kind])
+        most[0] = max(most[0], _held(processes) - start)
 
     def sample() -> None:
         while not done.wait(EVERY_S):
@@ -85,19 +83,12 @@ def sampled(processes: list[int]) -> Iterator[dict[str, int]]:
         note()  # what stays
 
 
-def _held(processes: list[int]) -> dict[str, int]:
-    held = dict.fromkeys(KINDS, 0)
-    for process in processes:
-        for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()[1:]:
-            kind, value = line.split()[:2]
-            if kind.removesuffix(":") in held:
-                held[kind.removesuffix(":")] += 1024 * int(value)
-    return held
+def _held(processes: list[int]) -> int:
+    rollups = (Path(f"/proc/{process}/smaps_rollup").read_text() for process in processes)
+    return sum(1024 * int(re.findall(r"^Pss: +(\d+)", text, re.MULTILINE)[0]) for text in rollups)
 
 
-def read(
-    rank: int, small: str, folder: str, dtype: torch.dtype, nowhere: bool
-) -> dict[str, int] | None:
+def read(rank: int, small: str, folder: str, dtype: torch.dtype, nowhere: bool) -> int | None:
     """What all processes held while they read, on rank 0. `small` is read before, for what is
     imported and copied at first use."""
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -112,7 +103,7 @@ def read(
         dist.barrier()
     dist.barrier()  # the others' weights stay until all was sampled
     del model
-    return most
+    return None if most is None else most[0]
 
 
 def load(folder: str, dtype: torch.dtype, device: torch.device) -> Any:

@@ -52,6 +52,6 @@ def test_two_processes_hold_what_is_planned(kept: str, dtype: str, tmp_path: Pat
     job = replace(llama_job("2xH200", 2), shape=shape)
     planned = loading_bytes(job, replace(candidate(1), offload_states=kept == "host"))
     if kept == "host":
-        assert found["Pss"] == pytest.approx(planned, rel=0.1)
+        assert found == pytest.approx(planned, rel=0.1)
     else:  # samples may miss the moment at which all readers are busy
-        assert 0 < found["Pss"] <= 1.1 * planned
+        assert 0 < found <= 1.1 * planned
