@@ -49,37 +49,6 @@ def frequencies(config: LlamaConfig) -> torch.Tensor:
     return LlamaRotaryEmbedding(config).inv_freq
 
 
-@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn"])
-def test_reaches_the_length_and_keeps_the_argument_and_survives_a_file(
-    kind: RopeKind, tmp_path: Any
-) -> None:
-    config = llama()
-    before = copy.deepcopy(config.to_dict())
-    scaled = scale_rope(config, kind=kind, target_length=1000)
-    assert config.to_dict() == before
-    assert scaled.max_position_embeddings == 1000
-    scaled.save_pretrained(tmp_path)
-    loaded = LlamaConfig.from_pretrained(tmp_path)
-    assert loaded.rope_parameters == scaled.rope_parameters
-    assert torch.equal(frequencies(loaded), frequencies(scaled))
-    assert not torch.equal(frequencies(scaled), frequencies(config))
-    if kind == "linear":
-        torch.testing.assert_close(frequencies(scaled), frequencies(config) * 128 / 1000)
-
-
-def test_yarn_keeps_fast_waves_stretches_slow_ones_and_scales_attention() -> None:
-    scaled = scale_rope(llama(), kind="yarn", target_length=1024)
-    assert scaled.rope_parameters == {
-        "rope_type": "yarn",
-        "rope_theta": 5e5,
-        "factor": 8.0,
-        "original_max_position_embeddings": 128,
-    }
-    stretch = frequencies(llama()) / frequencies(scaled)
-    torch.testing.assert_close(stretch[[0, -1]], torch.tensor([1.0, 8.0]))
-    assert LlamaRotaryEmbedding(scaled).attention_scaling > 1
-
-
 @pytest.mark.parametrize("factor", [1.0, 2.0, 3.5])
 @pytest.mark.parametrize("length", [129, 1024, 1021])
 def test_frozen_dynamic_has_transformers_dynamic_frequencies_at_that_length(

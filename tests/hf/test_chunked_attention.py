@@ -78,20 +78,6 @@ def test_every_layout_and_plan_is_exact(lengths: tuple[int, ...]) -> None:
         assert not wrong, (config.degrees_in_words, config.layout, config.plan, wrong)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"attention_chunk_size": 64}, {"attn_temperature_tuning": False}]
-)
-def test_chunks_and_temperature_of_the_tiny_model_matter(changes: dict[str, Any]) -> None:
-    ids = torch.tensor([token_rows(LENGTH)[0]["input_ids"]])
-    with torch.no_grad():
-        found, without = (
-            m(ids).logits for m in (featured_model(FAMILY), featured_model(FAMILY, **changes))
-        )
-    same = CHUNK if "attention_chunk_size" in changes else 4  # floor_scale is 5
-    assert torch.equal(found[:, :same], without[:, :same])
-    assert relative_error(found[:, same:], without[:, same:]) > 1e-3
-
-
 def test_the_mask_is_that_of_transformers_in_each_document() -> None:
     documents = Documents(DOCUMENTS[:-1], LENGTH)
     found = torch.from_numpy(row_mask(None, documents, None, CHUNK).dense())

@@ -46,15 +46,3 @@ def test_a_patched_model_is_not_copied(how: str, wrap: Any) -> None:
     handle.unpatch()
     if how != "spawn":
         COPIES[how](whole)
-
-
-def test_a_copy_made_before_is_a_model_of_its_own() -> None:
-    model = tiny_model()
-    handle = patch(model, LongContextConfig())
-    other = tiny_model()
-    other.load_state_dict(model.state_dict())
-    handle.unpatch()
-    restored = pickle.loads(pickle.dumps(model))
-    for name, weight in restored.state_dict().items():
-        assert torch.equal(weight, other.state_dict()[name])
-    assert "__reduce_ex__" not in vars(model)

@@ -50,14 +50,6 @@ def test_unpatch_restores_the_model(family: str, implementation: str) -> None:
     patch(model, ALONE).unpatch()
 
 
-def test_a_handle_is_a_line_in_a_notebook() -> None:
-    handle = patch(tiny_model(), LongContextConfig(checkpoint="attention"))
-    assert repr(handle) == (
-        "<patched LlamaForCausalLM: rank 0 of ulysses_degree=1 x ring_degree=1, loss='chunked', "
-        "2 of 2 layers recompute all but attention>"
-    )
-
-
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_generate_is_the_stock_path(implementation: str) -> None:
     """This includes left padding, whose mask transformers would drop without our function."""

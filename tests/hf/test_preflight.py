@@ -39,10 +39,9 @@ def test_what_is_expected_is_what_a_step_takes(policy: LayerPolicy) -> None:
     assert found.fits
 
 
-@pytest.mark.parametrize("policy", ["none", "full", "attention"])
-def test_gradients_stay_between_the_forwards_of_a_step(policy: LayerPolicy) -> None:
+def test_gradients_stay_between_the_forwards_of_a_step() -> None:
     with LiveBytes(PLENTY) as meter:
-        run = Run(meter, checkpoint=policy)
+        run = Run(meter, checkpoint="attention")
         once = run.rehearse()
         found = run.rehearse(num_forwards=2)
         run.train()
@@ -54,7 +53,7 @@ def test_gradients_stay_between_the_forwards_of_a_step(policy: LayerPolicy) -> N
     assert found.expected_bytes <= peak * 1.12
 
 
-@pytest.mark.parametrize("capacity", [1.0, 1.15, 1.3, 1.6, 2.5])
+@pytest.mark.parametrize("capacity", [1.0, 1.3, 2.5])
 def test_auto_begins_as_measuring_would_have_ended(capacity: float) -> None:
     """The first pass after a rehearsal has the policies that passes without one end with, and no
     pass exceeds the capacity. `capacity` is in units of the step that keeps the least."""
@@ -186,13 +185,12 @@ def test_wrong_moments_are_refused(spoil: Any, says: str) -> None:
         preflight(run.handle, run.loss)
 
 
-@pytest.mark.parametrize("policy", ["attention", "auto"])
-def test_a_pass_without_gradients_keeps_nothing(policy: CheckpointPolicy) -> None:
+def test_a_pass_without_gradients_keeps_nothing() -> None:
     """A pass under no_grad before the trained one, for a reference say, doesn't count."""
     expected = []
     for has_reference in (False, True):
         with LiveBytes(PLENTY) as meter:
-            run = Run(meter, checkpoint=policy)
+            run = Run(meter, checkpoint="auto")
 
             def loss(run: trained.Run = run, has_reference: bool = has_reference) -> Tensor:
                 if has_reference:
@@ -256,6 +254,10 @@ def check_auto_on_two_ranks(rank: int) -> None:
     assert everyone[0] == everyone[1]
 
 
-@pytest.mark.parametrize("check", [check_on_two_ranks, check_auto_on_two_ranks])
-def test_on_two_ranks(check: Any) -> None:
-    run_distributed(check, 2)
+def check_all(rank: int) -> None:
+    check_on_two_ranks(rank)
+    check_auto_on_two_ranks(rank)
+
+
+def test_on_two_ranks() -> None:
+    run_distributed(check_all, 2)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from longctx_patch import LongContextConfig
+from longctx_patch import LongContextConfig, PatchHandle
 from longctx_patch.families.family import CONVOLUTION, LATENT, RECURRENT
 from tests.covering import covering_all_of_two
 from tests.hf.by_documents import padded_rows, stock_step, whole_row
@@ -38,7 +38,7 @@ POLICIES: tuple[dict[str, Any], ...] = (
     {"checkpoint": "full"},
     {"checkpoint": "attention"},
     {"checkpoint": "offload", "attention_kept": 0.4},
-    {"checkpoint": "auto"},
+    {"checkpoint": "auto", "backward_plan": "burst"},
 )
 ROWS = {
     "plain": (29,),
@@ -84,6 +84,14 @@ def config_of(
     return LongContextConfig(ulysses_degree=ulysses, ring_degree=ring, **options)
 
 
+def says_what_travels(handle: PatchHandle) -> None:
+    """Latents travel in a ring without Ulysses, unless heads are asked for."""
+    config = handle.config
+    latents = config.ulysses_degree == 1 < config.ring_degree and config.kv_exchange != "heads"
+    is_latent = handle.model.config.model_type in LATENTS
+    assert ("latents travel" in repr(handle.first_step)) == (latents and is_latent)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_pair_of_circumstances_is_exact(family: str) -> None:
     model = in_float64(family)
@@ -94,7 +102,7 @@ def test_every_pair_of_circumstances_is_exact(family: str) -> None:
             wanted[rows] = stock_step(copy.deepcopy(model), lengths)
         config = config_of(family, degrees, place, policy, what)
         batch = padded_rows(lengths) if rows == "padded" else whole_row(lengths)
-        step = step_of_ranks(model, config, batch)
+        step = step_of_ranks(model, config, batch, says_what_travels)
         assert step.logits is not None
         if rows == "padded":
             step = step._replace(logits=step.logits[batch["attention_mask"].bool()][None])

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from longctx_patch.loss import linear_head
 from longctx_patch.loss.label_scores import Scores
@@ -26,13 +27,50 @@ class Inputs(NamedTuple):
     labels: Tensor
 
 
-def inputs(dtype: torch.dtype = torch.float64, *, bias: bool = False) -> Inputs:
-    """Random inputs, in which some tokens have no label."""
-    torch.manual_seed(0)
-    hidden, weight = torch.randn(*TOKENS, WIDTH), torch.randn(WORDS, WIDTH)
-    labels = torch.randint(WORDS, TOKENS)
-    labels[0, 2:9], labels[2] = -100, -100
-    return leaves(Inputs(hidden, weight, torch.randn(WORDS) if bias else None, labels), dtype)
+class Variant(NamedTuple):
+    """What happens to logits."""
+
+    softcap: float | None = None
+    scale: float = 1.0
+    has_bias: bool = False
+
+    def inputs(self, dtype: torch.dtype = torch.float64) -> Inputs:
+        """Random inputs, in which some tokens have no label."""
+        torch.manual_seed(0)
+        hidden, weight = torch.randn(*TOKENS, WIDTH), torch.randn(WORDS, WIDTH)
+        labels = torch.randint(WORDS, TOKENS)
+        labels[0, 2:9], labels[2] = -100, -100
+        bias = torch.randn(WORDS) if self.has_bias else None
+        return leaves(Inputs(hidden, weight, bias, labels), dtype)
+
+    def logits(self, given: Inputs) -> Tensor:
+        """`[tokens, words]`."""
+        logits = self.scale * F.linear(given.hidden, given.weight, given.bias).flatten(0, 1)
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def losses(self, given: Inputs, labels: Tensor | None = None) -> Tensor:
+        """Of each token, by full logits in at least float32."""
+        logits = self.logits(given)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        labels = given.labels if labels is None else labels
+        return F.cross_entropy(wide, labels.flatten(), reduction="none")
+
+    def scores(self, given: Inputs, tokens_of_chunk: int, **options: Any) -> Scores:
+        options = {"labels": given.labels, "softcap": self.softcap, "scale": self.scale} | options
+        size = 4 * WORDS * tokens_of_chunk
+        return linear_scores(*given[:2], bias=given.bias, chunk_bytes=size, **options)
+
+
+PLAIN = Variant()
+VARIANTS = [
+    PLAIN,
+    Variant(scale=0.3),
+    Variant(softcap=2.0),
+    Variant(has_bias=True),
+    Variant(softcap=1.5, scale=0.7, has_bias=True),
+]
+CHUNKS = [1, 7, 51]
+"""Tokens of a chunk at most: one; 7, so that chunks are of unequal size; all at once."""
 
 
 def leaves(given: Inputs, dtype: torch.dtype) -> Inputs:
@@ -42,14 +80,6 @@ def leaves(given: Inputs, dtype: torch.dtype) -> Inputs:
     return Inputs(hidden, weight, bias, given.labels)
 
 
-def full_loss(given: Inputs, softcap: float | None, scale: float) -> Tensor:
-    logits = scale * F.linear(given.hidden, given.weight, given.bias)
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide.flatten(0, 1), given.labels.flatten(), reduction="sum")
-
-
 def gradients(loss: Tensor, given: Inputs) -> list[Tensor]:
     (3 * loss).backward()  # so that the gradient of the loss is not 1
     found = [leaf.grad for leaf in given[:3] if leaf is not None]
@@ -57,20 +87,19 @@ def gradients(loss: Tensor, given: Inputs) -> list[Tensor]:
     return [loss.detach(), *found]  # type: ignore[list-item]
 
 
-def exact(given: Inputs, softcap: float | None, scale: float) -> list[Tensor]:
-    wide = leaves(given, torch.float64)
-    return gradients(full_loss(wide, softcap, scale), wide)
+def errors(found: list[Tensor], wanted: list[Tensor]) -> list[float]:
+    return [relative_error(a, b) for a, b in zip(found, wanted, strict=True)]
 
 
-VARIANTS = [
-    {},
-    {"scale": 0.3},
-    {"softcap": 2.0},
-    {"bias": True},
-    {"bias": True, "softcap": 1.5, "scale": 0.7},
-]
-CHUNKS = [1, 7, 51]
-"""Tokens of a chunk at most: one; 7, so that chunks are of unequal size; all at once."""
+def errors_of_full_logits(variant: Variant, dtype: torch.dtype) -> list[float]:
+    plain = variant.inputs(dtype)
+    return errors(gradients(variant.losses(plain).sum(), plain), exact(variant, dtype))
+
+
+def exact(variant: Variant, dtype: torch.dtype) -> list[Tensor]:
+    """Loss and gradients of inputs in this dtype, computed in float64."""
+    wide = leaves(variant.inputs(dtype), torch.float64)
+    return gradients(variant.losses(wide).sum(), wide)
 
 
 @pytest.mark.parametrize(
@@ -81,32 +110,27 @@ CHUNKS = [1, 7, 51]
         for number, variant in enumerate(VARIANTS)
     ],
 )
-def test_loss_and_gradients(
-    dtype: torch.dtype, variant: dict[str, Any], tokens_of_chunk: int
-) -> None:
+def test_loss_and_gradients(dtype: torch.dtype, variant: Variant, tokens_of_chunk: int) -> None:
     """They agree with float64; in bfloat16 their error is at most twice that of full logits."""
-    softcap, scale = variant.get("softcap"), variant.get("scale", 1.0)
-    given = inputs(dtype, bias="bias" in variant)
+    given = variant.inputs(dtype)
     loss = linear_cross_entropy(
         *given[:2],
         given.labels,
         bias=given.bias,
-        softcap=softcap,
-        scale=scale,
+        softcap=variant.softcap,
+        scale=variant.scale,
         chunk_bytes=4 * WORDS * tokens_of_chunk,
     )
     assert loss.dtype == torch.promote_types(dtype, torch.float32)
-    found, wanted = gradients(loss, given), exact(given, softcap, scale)
+    found = gradients(loss, given)
     assert [grad.dtype for grad in found[1:]] == [dtype] * len(found[1:])
-    errors = [relative_error(a, b) for a, b in zip(found, wanted, strict=True)]
+    loss_error, *others = errors(found, exact(variant, dtype))
     if dtype in BOUNDS:
-        assert max(errors) < BOUNDS[dtype]
+        assert max(loss_error, *others) < BOUNDS[dtype]
         return
-    plain = inputs(dtype, bias="bias" in variant)
-    stock = gradients(full_loss(plain, softcap, scale), plain)
-    errors_of_stock = [relative_error(a, b) for a, b in zip(stock, wanted, strict=True)]
-    assert errors[0] < 1e-3, "of a single number, which may happen to be near"
-    assert all(a <= 2 * b for a, b in zip(errors[1:], errors_of_stock[1:], strict=True))
+    assert loss_error < 1e-3, "of a single number, which may happen to be near"
+    stock = errors_of_full_logits(variant, dtype)[1:]
+    assert all(a <= 2 * b for a, b in zip(others, stock, strict=True))
 
 
 def half_rows(
@@ -134,7 +158,7 @@ def half_rows(
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_around_the_fused_kernel(
-    dtype: torch.dtype, variant: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, variant: Variant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Results are right where torch stands in for the fused kernel (see tests/gpu)."""
     name = "longctx_patch.loss.fused_softmax"
@@ -144,35 +168,23 @@ def test_around_the_fused_kernel(
     test_loss_and_gradients(dtype, variant, tokens_of_chunk=7)
 
 
-class Largest(TorchDispatchMode):
-    """Counts the elements of the largest tensor that an operation returns, and the products."""
+class Work(TorchDispatchMode):
+    """Counts the elements of the largest tensor that an operation returns, and products of matrices
+    and their multiply-adds."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.numel = 0
-        self.products = 0
+        self.numel = self.products = self.multiply_adds = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_)
-        for tensor in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(tensor, Tensor):
-                self.numel = max(self.numel, tensor.numel())
-        return out
-
-
-class Work(TorchDispatchMode):
-    """Counts multiply-adds of products of matrices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.multiply_adds = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_):
             a, b = args[-2:]
+            self.products += 1
             self.multiply_adds += a.shape[0] * a.shape[1] * b.shape[1]
-        return func(*args, **(kwargs or {}))
+        sizes = [x.numel() for x in tree_leaves(out) if isinstance(x, Tensor)]
+        self.numel = max([self.numel, *sizes])
+        return out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -181,36 +193,27 @@ def test_never_holds_all_logits(dtype: torch.dtype, softcap: float | None) -> No
     """The largest tensor is the logits of a chunk: 4 of 64 tokens times 500 words."""
     hidden = torch.randn(64, 2, dtype=dtype, requires_grad=True)
     weight = torch.randn(500, 2, dtype=dtype, requires_grad=True)
-    with Largest() as largest:
+    with Work() as work:
         loss = linear_cross_entropy(
             hidden, weight, torch.randint(500, (64,)), softcap=softcap, chunk_bytes=4 * 4 * 500
         )
         loss.backward()
-    assert largest.numel == 4 * 500
-    assert largest.products == 3 * 16
-
-
-def full_losses(given: Inputs, labels: Tensor, softcap: float | None, scale: float) -> Tensor:
-    logits = scale * F.linear(given.hidden, given.weight, given.bias).flatten(0, 1)
-    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    return F.cross_entropy(logits, labels.flatten(), reduction="none")
+    assert work.numel == 4 * 500
+    assert work.products == 3 * 16
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_scores_of_tokens(variant: dict[str, Any]) -> None:
+def test_scores_of_tokens(variant: Variant) -> None:
     """Losses, entropy and hits are those of full logits, and so are gradients of a mean."""
-    softcap, scale = variant.get("softcap"), variant.get("scale", 1.0)
-    given, plain = inputs(bias="bias" in variant), inputs(bias="bias" in variant)
-    options: dict[str, Any] = {"softcap": softcap, "scale": scale, "chunk_bytes": 4 * WORDS * 7}
-    logits = scale * F.linear(plain.hidden, plain.weight, plain.bias).flatten(0, 1)
-    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    given, plain = variant.inputs(), variant.inputs()
+    logits = variant.logits(plain)
     best = logits.argmax(-1).view(TOKENS)
     labels = given.labels.clone()
     labels[:, ::2] = best[:, ::2].where(labels[:, ::2] >= 0, -100)
     is_valid = labels.flatten() >= 0
-    scores = linear_scores(*given[:2], labels, bias=given.bias, with_mean_logits=True, **options)
+    scores = variant.scores(given, 7, labels=labels, with_mean_logits=True)
     assert torch.allclose(scores.mean_logits, logits.mean(-1).where(is_valid, 0))
-    losses = full_losses(plain, labels, softcap, scale)
+    losses = variant.losses(plain, labels)
     assert torch.allclose(scores.losses, losses)
     entropy = torch.distributions.Categorical(logits=logits).entropy().where(is_valid, 0)
     assert torch.allclose(scores.entropy, entropy)
@@ -218,10 +221,9 @@ def test_scores_of_tokens(variant: dict[str, Any]) -> None:
     assert 0 < scores.is_top1.sum() < is_valid.sum()
     weights = torch.where(is_valid, 1.0, torch.arange(len(losses)))  # those of no label don't count
     found = gradients((weights * scores.losses).sum() / 7, given)
-    wanted = gradients(losses.sum() / 7, plain)
-    assert max(relative_error(a, b) for a, b in zip(found, wanted, strict=True)) < 1e-13
+    assert max(errors(found, gradients(losses.sum() / 7, plain))) < 1e-13
     with torch.no_grad():
-        alone = linear_scores(*given[:2], labels, bias=given.bias, with_mean_logits=True, **options)
+        alone = variant.scores(given, 7, labels=labels, with_mean_logits=True)
     assert all(torch.equal(a, b) for a, b in zip(alone, scores, strict=True))
 
 
@@ -230,71 +232,40 @@ def test_the_first_of_equal_words_is_the_likeliest() -> None:
     assert linear_scores(hidden, weight, torch.tensor([1, 2, 3])).is_top1.tolist() == [True, 0, 0]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("tokens_of_chunk", CHUNKS)
-def test_a_frozen_head_takes_any_gradients(variant: dict[str, Any], tokens_of_chunk: int) -> None:
-    """Each token's own; what comes back for tokens without a label is not even read."""
-    softcap, scale = variant.get("softcap"), variant.get("scale", 1.0)
-    given, plain = inputs(bias="bias" in variant), inputs(bias="bias" in variant)
-    for head in (*given[1:3], *plain[1:3]):
-        if head is not None:
-            head.requires_grad_(False)
-    options: dict[str, Any] = {"softcap": softcap, "scale": scale}
-    weights = torch.linspace(-1, 2, given.labels.numel(), dtype=torch.float64)
-    (weights * full_losses(plain, given.labels, **options)).sum().backward()
-    with Largest() as counter:
-        losses = linear_scores(
-            *given[:2],
-            given.labels,
-            bias=given.bias,
-            chunk_bytes=4 * WORDS * tokens_of_chunk,
-            **options,
-        ).losses
-        losses.backward(weights.where(given.labels.flatten() >= 0, torch.nan))
-    assert counter.products == 2 * -(-given.labels.numel() // tokens_of_chunk)
-    assert given.hidden.grad is not None
-    assert plain.hidden.grad is not None
-    assert relative_error(given.hidden.grad, plain.hidden.grad) < 1e-13
-
-
-SEGMENTS = [(17, 34), (0, 20, 31), (51, 0), (3, 0, 6, 42), (17, 17, 17)]
-"""The first have tokens without a label, some segments have no token, and the last no label."""
+SEGMENTS = [None, (17, 34), (0, 20, 31), (51, 0), (3, 0, 6, 42), (17, 17, 17)]
+"""None: the head is frozen, so each token may have a gradient of its own. The first of the others
+have tokens without a label, some segments have no token, and the last no label."""
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("sizes", SEGMENTS)
-def test_segments_have_gradients_of_their_own(
-    variant: dict[str, Any], sizes: tuple[int, ...]
+def test_tokens_or_segments_have_gradients_of_their_own(
+    variant: Variant, sizes: tuple[int, ...] | None
 ) -> None:
-    softcap, scale = variant.get("softcap"), variant.get("scale", 1.0)
+    """What comes back for tokens without a label is not even read."""
     for tokens_of_chunk in CHUNKS:
-        given, plain = inputs(bias="bias" in variant), inputs(bias="bias" in variant)
-        options: dict[str, Any] = {"softcap": softcap, "scale": scale}
-        numbers = torch.linspace(-1, 2, len(sizes), dtype=torch.float64)
-        weights = numbers.repeat_interleave(torch.tensor(sizes))
-        weights = weights.where(given.labels.flatten() >= 0, torch.nan)  # these don't count
-        with Work() as counter:
-            losses = linear_scores(
-                *given[:2],
-                given.labels,
-                bias=given.bias,
-                chunk_bytes=4 * WORDS * tokens_of_chunk,
-                segments=sizes,
-                **options,
-            ).losses
+        given, plain = variant.inputs(), variant.inputs()
+        for head in (*given[1:3], *plain[1:3]):
+            if head is not None:
+                head.requires_grad_(sizes is not None)
+        each = torch.tensor(sizes or [1] * given.labels.numel())
+        weights = torch.linspace(-1, 2, len(each), dtype=torch.float64).repeat_interleave(each)
+        weights = weights.where(given.labels.flatten() >= 0, torch.nan)
+        with Work() as work:
+            losses = variant.scores(given, tokens_of_chunk, segments=sizes).losses
             losses.backward(weights)
-        assert counter.multiply_adds == 3 * len(losses) * WIDTH * WORDS
-        full = full_losses(plain, given.labels, **options)
-        (weights.nan_to_num(0) * full).sum().backward()
-        leaves = [(a, b) for a, b in zip(given[:3], plain[:3], strict=True) if a is not None]
-        for leaf, other in leaves:
-            assert leaf.grad is not None
-            assert relative_error(leaf.grad, other.grad) < 1e-13  # type: ignore[arg-type, union-attr]
+        products = 2 if sizes is None else 3
+        assert work.multiply_adds == products * len(losses) * WIDTH * WORDS
+        (weights.nan_to_num(0) * variant.losses(plain)).sum().backward()
+        for leaf, other in zip(given[:3], plain[:3], strict=True):
+            if leaf is not None and leaf.requires_grad:
+                assert leaf.grad is not None
+                assert relative_error(leaf.grad, other.grad) < 1e-13  # type: ignore[arg-type, union-attr]
 
 
 def test_different_gradients_of_tokens_are_refused() -> None:
     for segments in (None, (17, 34)):
-        given = inputs()
+        given = PLAIN.inputs()
         losses = linear_scores(*given[:2], given.labels, segments=segments).losses
         with pytest.raises(RuntimeError, match=r"different gradients.*token_log_probs"):
             (losses * torch.linspace(1, 2, len(losses))).sum().backward()
@@ -303,7 +274,7 @@ def test_different_gradients_of_tokens_are_refused() -> None:
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
 def test_a_loss_that_is_no_number_has_gradients_that_are_none(number: float) -> None:
     """They are alike, so they are handed on as one process would."""
-    given = inputs()
+    given = PLAIN.inputs()
     losses = linear_scores(*given[:2], given.labels, segments=(17, 34)).losses
     (losses.sum() * number).backward()
     assert given.weight.grad is not None
@@ -313,11 +284,11 @@ def test_a_loss_that_is_no_number_has_gradients_that_are_none(number: float) -> 
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize(("hidden", "weight"), [(True, False), (False, True), (False, False)])
 def test_what_is_frozen_costs_no_product(hidden: bool, weight: bool, enabled: bool) -> None:
-    given, both = inputs(), inputs()
+    given, both = PLAIN.inputs(), PLAIN.inputs()
     given.hidden.requires_grad_(hidden)
     given.weight.requires_grad_(weight)
     hidden, weight = hidden and enabled, weight and enabled
-    with torch.set_grad_enabled(enabled), Largest() as counter:
+    with torch.set_grad_enabled(enabled), Work() as counter:
         loss = linear_cross_entropy(*given[:2], given.labels)
     assert counter.products == 1 + hidden + weight
     assert loss.requires_grad == (hidden or weight)
@@ -355,23 +326,21 @@ def test_logits_that_are_far_apart() -> None:
 
 
 def test_autocast_multiplies_in_its_dtype() -> None:
-    given, plain = inputs(torch.float32), inputs(torch.float32)
+    given, plain = PLAIN.inputs(torch.float32), PLAIN.inputs(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         loss = linear_cross_entropy(*given[:2], given.labels)
-        stock = full_loss(plain, None, 1.0)
-    found, wanted = gradients(loss, given), exact(given, None, 1.0)
-    errors = [relative_error(a, b) for a, b in zip(found, wanted, strict=True)]
-    errors_of_stock = [
-        relative_error(a, b) for a, b in zip(gradients(stock, plain), wanted, strict=True)
-    ]
-    assert max(errors) > 1e-4, "it did multiply in bfloat16"
-    assert all(a <= 2 * b for a, b in zip(errors[1:], errors_of_stock[1:], strict=True))
-    assert errors[0] < 1e-3
+        stock = PLAIN.losses(plain).sum()
+    wanted = exact(PLAIN, torch.float32)
+    loss_error, *others = errors(gradients(loss, given), wanted)
+    of_stock = errors(gradients(stock, plain), wanted)[1:]
+    assert max(others) > 1e-4, "it did multiply in bfloat16"
+    assert all(a <= 2 * b for a, b in zip(others, of_stock, strict=True))
+    assert loss_error < 1e-3
     assert all(leaf.grad.dtype == torch.float32 for leaf in given[:2])  # type: ignore[union-attr]
 
 
 def test_a_second_backward_is_refused() -> None:
-    given = inputs()
+    given = PLAIN.inputs()
     loss = linear_cross_entropy(*given[:2], given.labels)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match=r"a second backward .*loss='logits'"):
@@ -379,7 +348,7 @@ def test_a_second_backward_is_refused() -> None:
 
 
 def test_shapes_and_numbers_that_can_not_be_right() -> None:
-    hidden, weight, _, labels = inputs()
+    hidden, weight, _, labels = PLAIN.inputs()
     for label in (WORDS, -1):
         with pytest.raises(ValueError, match=rf"label {label}: labels are from 0 to {WORDS - 1}"):
             linear_cross_entropy(hidden, weight, labels.clone().fill_(label))

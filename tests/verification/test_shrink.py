@@ -23,7 +23,6 @@ from longctx_patch.verification.shrink import (
     shrink_config,
 )
 from tests.hf.tiny import ONE_OF_EACH, SUPPORTED
-from tests.reference import relative_error
 
 TOKENS = 127
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -40,8 +39,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 """What published models have, or can be trained with, where transformers' default has no value."""
 TRAINED_BY_THEIR_LOSS = ("phimoe",)
 """Families whose routers have a gradient of their own loss alone."""
-MATTERS = 1e-3
-"""A change of logits that counts: a hundred times the tolerance of a verification."""
 
 
 def config_of(family: str, **changes: Any) -> Any:
@@ -51,12 +48,6 @@ def config_of(family: str, **changes: Any) -> Any:
 
 def ids() -> Tensor:
     return torch.randint(VOCAB_SIZE, (2, TOKENS), generator=torch.Generator().manual_seed(2))
-
-
-def logits_of(small: Any) -> Tensor:
-    model = build_small_model(copy.deepcopy(small), torch.float32)
-    with torch.no_grad():
-        return model(input_ids=ids(), use_cache=False).logits
 
 
 @pytest.mark.parametrize("family", SUPPORTED)
@@ -104,14 +95,8 @@ LAYERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"use_sliding_window": True, "sliding_window": 4096},
         {"no_rope_layers": [1, 0], "layer_types": ["full_attention", "sliding_attention"]},
     ),
-    ("mistral", {"sliding_window": None}, {"sliding_window": None}),
     ("mixtral", {"num_experts_per_tok": 1}, {"num_local_experts": 4, "num_experts_per_tok": 1}),
     ("qwen2_moe", {}, {"num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": []}),
-    (
-        "qwen3_moe",
-        {"mlp_only_layers": [3, 4]},
-        {"num_hidden_layers": 2, "mlp_only_layers": [1], "decoder_sparse_step": 1},
-    ),
     (
         "qwen2_moe",
         {"use_sliding_window": True, "sliding_window": 4096, "mlp_only_layers": [0]},
@@ -122,16 +107,10 @@ LAYERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         },
     ),
     ("gemma2", {"head_dim": 128, "query_pre_attn_scalar": 144}, {"query_pre_attn_scalar": 9}),
-    ("granite", {"head_dim": 128, "attention_multiplier": 0.0625}, {"attention_multiplier": 0.25}),
     (
         "deepseek_v3",
         {},
         {"qk_nope_head_dim": 16, "v_head_dim": 16, "kv_lora_rank": 20, "first_k_dense_replace": 1},
-    ),
-    (
-        "glm4_moe_lite",
-        {},
-        {"qk_nope_head_dim": 24, "v_head_dim": 32, "mlp_layer_types": ["dense", "sparse"]},
     ),
     ("gemma2", {}, {"attn_logit_softcapping": SOFTCAP, "final_logit_softcapping": 30.0}),
 ]
@@ -141,32 +120,9 @@ LAYERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 def test_what_is_kept(family: str, changes: dict[str, Any], wanted: dict[str, Any]) -> None:
     small = shrink_config(config_of(family, **changes))
     assert {name: getattr(small, name) for name in wanted} == wanted
-    assert torch.isfinite(logits_of(small)).all()
-
-
-@pytest.mark.parametrize(
-    ("family", "option", "other"),
-    [
-        ("mistral", "sliding_window", WINDOW - 1),
-        ("mistral", "sliding_window", WINDOW + 1),
-        ("gemma2", "attn_logit_softcapping", None),
-    ],
-)
-def test_windows_and_softcaps_matter(family: str, option: str, other: int | None) -> None:
-    small = shrink_config(config_of(family))
-    logits = logits_of(small)
-    setattr(small, option, other)
-    assert relative_error(logits_of(small), logits) > MATTERS
-
-
-def test_the_sinks_matter() -> None:
-    model = build_small_model(shrink_config(config_of("gpt_oss")), torch.float32)
+    model = build_small_model(copy.deepcopy(small), torch.float32)
     with torch.no_grad():
-        logits = model(input_ids=ids(), use_cache=False).logits
-        for layer in model.model.layers:
-            assert bool((layer.self_attn.sinks != 0).all())
-            layer.self_attn.sinks.fill_(0.0)
-        assert relative_error(model(input_ids=ids(), use_cache=False).logits, logits) > MATTERS
+        assert torch.isfinite(model(input_ids=ids(), use_cache=False).logits).all()
 
 
 class Roundings(TorchDispatchMode):

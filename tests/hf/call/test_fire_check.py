@@ -2,7 +2,7 @@
 and is never the cause of a hang. It is silent where attention crosses them, whatever is trained,
 wrapped, frozen or evaluated between."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
 from typing import Any
@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from longctx_patch import PatchHandle, SequenceParallelismError, patch
+from longctx_patch import SequenceParallelismError, patch
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.memory.policies import CheckpointPolicy
 from longctx_patch.transport import Counters
@@ -25,6 +25,8 @@ from tests.memory.trained import Trained
 
 LENGTH = 24
 FINE = "fine"
+HYBRID = "qwen3_5_text"
+"""Recurrent layers around one with attention."""
 Scenario = Callable[[int], None]
 
 
@@ -32,9 +34,16 @@ class Patched(Trained):
     """A patched model on two ranks."""
 
     def steps(self, count: int) -> None:
-        """Forward and backward `count` times; gradients add up."""
+        """Forward and backward `count` times; gradients add up. Backward is checked when the next
+        forward begins."""
         for _ in range(count):
             self.loss().backward()
+
+    def evaluate(self) -> None:
+        self.model.eval()
+        with torch.no_grad():
+            self.loss()
+        self.model.train()
 
     def attention(self, layer: int) -> Any:
         """The module in which tokens meet, which a recurrent layer has in place of attention."""
@@ -42,62 +51,42 @@ class Patched(Trained):
 
 
 def patched(
-    family: str = "llama",
-    policy: CheckpointPolicy = "none",
-    *,
-    ulysses: int = 1,
-    lora: LoraConfig | None = None,
+    family: str = "llama", policy: CheckpointPolicy = "none", *, ulysses: int = 1
 ) -> Patched:
-    model = featured_model(family)
-    if lora is not None:
-        model = with_adapter(model, lora)
     degrees: dict[str, Any] = {"ulysses_degree": ulysses, "ring_degree": 2 // ulysses}
-    return Patched(model, length=LENGTH, checkpoint=policy, **degrees)
+    return Patched(featured_model(family), length=LENGTH, checkpoint=policy, **degrees)
 
 
-def with_adapter(model: Any, lora: LoraConfig) -> Any:
-    """Wrap a model by PEFT. The second factor of its adapters begins at 1; at 0, the usual value,
+def adapted(it: Patched, module: str, layer: int) -> Patched:
+    """Wrap the model by PEFT. The second factor of its adapters begins at 1; at 0, the usual value,
     the first factor would have no gradient."""
-    model = get_peft_model(model, lora)
-    for name, parameter in model.named_parameters():
+    lora = LoraConfig(r=2, target_modules=[module], layers_to_transform=[layer])
+    it.model = get_peft_model(it.model, lora)
+    for name, parameter in it.model.named_parameters():
         if "lora_B" in name:
             nn.init.ones_(parameter)
-    return model
+    return it
 
 
-def outcome(scenario: Scenario, rank: int) -> str:
-    try:
-        scenario(rank)
-    except SequenceParallelismError as error:
-        return str(error)
-    except Exception as error:
-        return f"another error: {type(error).__name__}: {error}"
-    return FINE
-
-
-def outcomes_of(scenarios: Iterable[tuple[str, Scenario]], rank: int) -> dict[str, str]:
-    return {name: outcome(scenario, rank) for name, scenario in scenarios}
+def outcomes_of(scenarios: Mapping[str, Scenario], rank: int) -> dict[str, str]:
+    """What each scenario raises, or that it is fine."""
+    found = {}
+    for name, scenario in scenarios.items():
+        try:
+            scenario(rank)
+            found[name] = FINE
+        except SequenceParallelismError as error:
+            found[name] = str(error)
+        except Exception as error:
+            found[name] = f"another error: {type(error).__name__}: {error}"
+    return found
 
 
 # What is fine.
 
 
-POLICIES: tuple[CheckpointPolicy, ...] = ("none", "full", "attention")
-
-
-def lora_on(*modules: str, layer: int | None = None) -> LoraConfig:
-    return LoraConfig(
-        r=2, target_modules=list(modules), layers_to_transform=None if layer is None else [layer]
-    )
-
-
-# Scenarios take two steps, because backward is checked when the next forward begins.
-
-
-def plain(
-    family: str, policy: CheckpointPolicy, ulysses: int = 1, lora: LoraConfig | None = None
-) -> None:
-    it = patched(family, policy, ulysses=ulysses, lora=lora)
+def says_what_it_sent(rank: int) -> None:
+    it = patched("gpt_oss", "attention")
     loss = it.loss()
     sent = it.handle.counters
     forward = f"sent {sent.messages} messages with {sent.bytes:,} bytes in forward, as planned"
@@ -109,13 +98,7 @@ def plain(
     it.steps(1)
 
 
-def adapter_after_patch() -> None:
-    it = patched("qwen2", "attention")
-    it.model = with_adapter(it.model, lora_on("q_proj", layer=1))
-    it.steps(2)
-
-
-def trained_alone(part: str, policy: CheckpointPolicy) -> None:
+def trained_alone(rank: int, part: str, policy: CheckpointPolicy) -> None:
     """Train only `part`. With the upper layer, the lower one has no backward. With the MLPs, the
     first attention needs no backward, but recomputing its layer runs its forward again."""
     it = patched(policy=policy)
@@ -124,7 +107,7 @@ def trained_alone(part: str, policy: CheckpointPolicy) -> None:
     it.steps(2)
 
 
-def checkpointing_of_the_users_own() -> None:
+def checkpointing_of_the_users_own(rank: int) -> None:
     it = patched()
     for layer in it.model.model.layers:
         layer.gradient_checkpointing = True
@@ -134,35 +117,24 @@ def checkpointing_of_the_users_own() -> None:
     it.steps(2)
 
 
-def accumulation() -> None:
-    patched("gpt_oss").steps(3)
-
-
-def two_forwards_one_backward() -> None:
+def two_forwards_one_backward(rank: int) -> None:
     it = patched()
     (it.loss() + it.loss()).backward()
     it.steps(1)
 
 
-def evaluation_first_and_between() -> None:
+def evaluation_first_and_between(rank: int) -> None:
     it = patched("qwen2")
-
-    def evaluate() -> None:
-        it.model.eval()
-        with torch.no_grad():
-            it.loss()
-        it.model.train()
-
-    evaluate()
+    it.evaluate()
     assert it.handle.first_step is None
     loss = it.loss()
-    evaluate()
+    it.evaluate()
     loss.backward()
-    evaluate()
+    it.evaluate()
     it.steps(1)
 
 
-def counters_reset_between_steps() -> None:
+def counters_reset_between_steps(rank: int) -> None:
     """Users call `handle.counters.reset()` to count one step."""
     it = patched()
     for _ in range(3):
@@ -170,7 +142,7 @@ def counters_reset_between_steps() -> None:
         it.steps(1)
 
 
-def under_autocast() -> None:
+def under_autocast(rank: int) -> None:
     """Under autocast messages are in the dtype of attention's inputs."""
     it = patched()
     for _ in range(2):
@@ -179,13 +151,13 @@ def under_autocast() -> None:
         loss.backward()
 
 
-def under_ddp() -> None:
+def under_ddp(rank: int) -> None:
     it = patched()
     it.model = DistributedDataParallel(it.model)
     it.steps(2)
 
 
-def patched_again() -> None:
+def patched_again(rank: int) -> None:
     it = patched()
     it.steps(1)
     it.handle.unpatch()
@@ -216,37 +188,34 @@ def backward_that_failed_first(rank: int) -> None:
     it.steps(2)
 
 
-def without_rank(function: Callable[..., None], *args: Any) -> Scenario:
-    return lambda rank: function(*args)
-
-
-def fine_scenarios() -> Iterator[tuple[str, Scenario]]:
-    for number, policy in enumerate(POLICIES):
-        family = ("llama", "qwen2", "gpt_oss")[number]
-        yield f"{family}, {policy}", without_rank(plain, family, policy)
-        yield f"ulysses, {policy}", without_rank(plain, "gpt_oss", policy, 2)
-        lora = lora_on("v_proj", layer=number % 2)
-        yield f"LoRA on layer {number % 2}, {policy}", without_rank(plain, "llama", policy, 1, lora)
-        for part in ("layers.1", "mlp"):
-            yield f"{part} alone, {policy}", without_rank(trained_alone, part, policy)
-    yield "head alone", without_rank(trained_alone, "lm_head", "none")
-    lora = lora_on("q_proj", layer=0)
-    yield "LoRA under ulysses", without_rank(plain, "llama", "attention", 2, lora)
-    yield "LoRA after attention", without_rank(plain, "llama", "full", 1, lora_on("o_proj"))
-    for function in (
-        adapter_after_patch,
-        checkpointing_of_the_users_own,
-        accumulation,
-        two_forwards_one_backward,
-        evaluation_first_and_between,
-        counters_reset_between_steps,
-        under_autocast,
-        under_ddp,
-        patched_again,
-    ):
-        yield function.__name__.replace("_", " "), without_rank(function)
-    yield "after a backward that failed", backward_that_failed_first
-    yield "whole rows of one rank", one_rank_evaluates_whole_rows
+POLICIES: tuple[CheckpointPolicy, ...] = ("none", "full", "attention")
+GOOD: dict[str, Scenario] = {
+    f"{part} alone, {policy}": partial(trained_alone, part=part, policy=policy)
+    for part, policy in product(("layers.1", "mlp", "lm_head"), POLICIES)
+} | {
+    "LoRA below attention": lambda rank: adapted(patched(policy="full"), "o_proj", 0).steps(2),
+    "LoRA after the patch": lambda rank: adapted(patched("qwen2", "attention"), "q_proj", 1).steps(
+        2
+    ),
+    "LoRA under ulysses": lambda rank: adapted(
+        patched(policy="attention", ulysses=2), "q_proj", 0
+    ).steps(2),
+    **{
+        function.__name__: function
+        for function in (
+            says_what_it_sent,
+            checkpointing_of_the_users_own,
+            two_forwards_one_backward,
+            evaluation_first_and_between,
+            counters_reset_between_steps,
+            under_autocast,
+            under_ddp,
+            patched_again,
+            one_rank_evaluates_whole_rows,
+            backward_that_failed_first,
+        )
+    },
+}
 
 
 # What is wrong.
@@ -287,10 +256,6 @@ def loses_its_forward(module: nn.Module) -> None:
 def mixes_locally(module: nn.Module) -> None:
     """`attends_locally` of a recurrent layer."""
     module.forward = lambda hidden_states, *args, **kwargs: torch.cumsum(hidden_states, 1)
-
-
-HYBRID = "qwen3_5_text"
-"""Recurrent layers around one with attention."""
 
 
 def replaced_in(
@@ -359,79 +324,60 @@ def forward_that_failed_first(rank: int) -> None:
     it.steps(2)
 
 
-def wrong_scenarios() -> Iterator[tuple[str, Scenario]]:
-    for layer, how in ((0, skips_attention), (1, attends_locally), (0, runs_twice)):
-        scenario = partial(replaced_in, layer=layer, where=BOTH, how=how)
-        yield f"layer {layer} {how.__name__}", scenario
-    for layer, how in ((0, loses_its_forward), (2, mixes_locally), (2, runs_twice)):
-        scenario = partial(replaced_in, layer=layer, where=BOTH, how=how, family=HYBRID)
-        yield f"layer {layer} {how.__name__} and is recurrent", scenario
-    for how in (loses_its_forward, mixes_locally):
-        scenario = partial(
-            replaced_in, layer=2, where=SECOND, how=how, family=HYBRID, steps_before=1
-        )
-        yield f"later, a recurrent layer {how.__name__}", scenario
-    for name in ("sdpa", "eager"):
-        yield f"{name} everywhere", partial(other_implementation, name=name, where=BOTH)
-    for where in (BOTH, SECOND):
-        yield f"unseen on {where}", partial(sends_unseen, where=where)
-        yield f"backward on {where}", partial(backward_elsewhere, where=where)
-    yield "after a refused batch", refused_batch_first
-    yield "after a forward that failed", forward_that_failed_first
-    for layer in (0, 1):
-        scenario = partial(replaced_in, layer=layer, where=SECOND, how=attends_locally)
-        yield f"on one rank, layer {layer}", scenario
-    scenario = partial(replaced_in, layer=2, where=SECOND, how=loses_its_forward, family=HYBRID)
-    yield "on one rank, a recurrent layer", scenario
-    yield "on one rank, sdpa", partial(other_implementation, name="sdpa", where=SECOND)
+WRONG: dict[str, Scenario] = {
+    "layer 0 skipped": partial(replaced_in, layer=0, where=BOTH, how=skips_attention),
+    "layer 1 local": partial(replaced_in, layer=1, where=BOTH, how=attends_locally),
+    "layer 0 twice": partial(replaced_in, layer=0, where=BOTH, how=runs_twice),
+    "sdpa everywhere": partial(other_implementation, name="sdpa", where=BOTH),
+    "sdpa on one rank": partial(other_implementation, name="sdpa", where=SECOND),
+    "after a refused batch": refused_batch_first,
+    "after a forward that failed": forward_that_failed_first,
+    "local on one rank": partial(replaced_in, layer=0, where=SECOND, how=attends_locally),
+}
+for _where in (BOTH, SECOND):
+    WRONG[f"unseen on {_where}"] = partial(sends_unseen, where=_where)
+    WRONG[f"backward on {_where}"] = partial(backward_elsewhere, where=_where)
+for _where, _layer, _how, _before in (
+    (BOTH, 0, loses_its_forward, 0),
+    (BOTH, 2, mixes_locally, 0),
+    (SECOND, 2, loses_its_forward, 0),
+    (SECOND, 2, loses_its_forward, 1),
+    (SECOND, 2, mixes_locally, 1),
+):
+    WRONG[f"{'later, ' * _before}recurrent {_layer} {_how.__name__} on {_where}"] = partial(
+        replaced_in, layer=_layer, where=_where, how=_how, family=HYBRID, steps_before=_before
+    )
 
 
-def run_fine(rank: int) -> dict[str, str]:
-    return outcomes_of(fine_scenarios(), rank)
+def both_outcomes(rank: int) -> tuple[dict[str, str], dict[str, str]]:
+    return outcomes_of(GOOD, rank), outcomes_of(WRONG, rank)
 
 
-def run_wrong(rank: int) -> dict[str, str]:
-    return outcomes_of(wrong_scenarios(), rank)
-
-
-def test_what_is_fine_passes() -> None:
-    for rank, found in enumerate(run_distributed(run_fine, 2)):
-        assert found == dict.fromkeys(found, FINE), rank
-        assert len(found) > 25
-
-
-def test_what_is_wrong_raises_on_every_rank() -> None:
+def test_what_is_fine_passes_and_what_is_wrong_raises_on_every_rank() -> None:
     """Where attention is replaced on one rank the other is told, instead of waiting for keys that
     are never sent."""
-    outcomes = run_distributed(run_wrong, 2)
-    for name, rank in product(outcomes[0], range(2)):
-        says = outcomes[rank][name]
-        assert says.startswith("sequence parallelism did not run as planned"), f"{name}, {says}"
-        assert "Patch last" in says, f"{name}, {says}"
-        if name.startswith("layer"):
-            layer = name.split()[1]
-            assert f"layer {layer}: {2 if 'twice' in name else 0}" in says
-        if name.startswith("later"):
-            assert "the forward of Qwen3_5GatedDeltaNet, recurrent layer 1, is " in says
-
-
-def first_step_alone(attend: Callable[[nn.Module], None] | None = None) -> PatchHandle:
-    """The first step of a packed row in this process; `attend` replaces the upper attention."""
-    it = Patched(featured_model("gpt_oss"))
-    if attend is not None:
-        attend(it.attention(1))
-    packed_loss(it).backward()
-    return it.handle
+    for good, wrong in run_distributed(both_outcomes, 2):
+        assert good == dict.fromkeys(GOOD, FINE)
+        for name, says in wrong.items():
+            assert says.startswith("sequence parallelism did not run as planned"), f"{name}, {says}"
+            assert "Patch last" in says, f"{name}, {says}"
+            if name.startswith("layer"):
+                assert f"layer {name.split()[1]}: {2 if 'twice' in name else 0}" in says
+            if name.startswith("later"):
+                assert "the forward of Qwen3_5GatedDeltaNet, recurrent layer 1, is " in says
 
 
 def test_one_rank_with_packed_rows_is_checked_too() -> None:
     """Over one rank nothing is sent, but attention must keep documents apart, which is checked."""
-    handle = first_step_alone()
-    assert handle.first_step is not None
-    assert handle.first_step.masks == "window 7, 2 documents, sinks + causal, 2 documents, sinks"
-    assert handle.counters.messages == 0
+    it = Patched(featured_model("gpt_oss"))
+    packed_loss(it).backward()
+    assert it.handle.first_step is not None
+    assert it.handle.first_step.masks == "window 7, 2 documents, sinks + causal, 2 documents, sinks"
+    assert it.handle.counters.messages == 0
+    it = Patched(featured_model("gpt_oss"))
+    attends_locally(it.attention(1))
     with pytest.raises(SequenceParallelismError, match="layer 1: 0"):
-        first_step_alone(attends_locally)
+        packed_loss(it)
 
 
 def test_a_recurrent_layer_that_evaluation_finds_replaced_raises() -> None:
