@@ -38,7 +38,7 @@ POLICIES: tuple[dict[str, Any], ...] = (
     {"checkpoint": "full"},
     {"checkpoint": "attention"},
     {"checkpoint": "offload", "attention_kept": 0.4},
-    {"checkpoint": "auto", "backward_plan": "burst"},
+    {"checkpoint": "auto"},
 )
 ROWS = {
     "plain": (29,),
@@ -78,6 +78,8 @@ def config_of(
     options: dict[str, Any] = {"layout": place[0], "plan": place[1], "loss": "logits"} | policy
     if what == "heads" and family in LATENTS:
         options["kv_exchange"] = "heads"
+    if place == ("zigzag", "auto") and family in ATTENTIVE:
+        options["backward_plan"] = "burst"
     has_recurrence = family in CHAINED and CONVOLUTION not in SUPPORTED[family].features
     if what == "heads" and has_recurrence and ulysses > 1:
         options["recurrent_exchange"] = "heads"

@@ -63,15 +63,6 @@ def go_on(rank: int, settles: bool) -> bool:
     return all(torch.equal(model.state_dict()[n], w) for n, w in again.state_dict().items())
 
 
-def test_a_resumed_step_adds_in_the_order_of_the_whole_run() -> None:
-    assert run_distributed(go_on, 4, True) == [True] * 4
-
-
-def test_without_settling_it_does_not() -> None:
-    """So that the test above would notice buckets that nobody settles."""
-    assert run_distributed(go_on, 4, False) == [False] * 4
-
-
 def test_models_without_ddp_are_left_alone() -> None:
     settle_buckets(nn.Linear(2, 2))
 
@@ -85,5 +76,11 @@ def settle_as_on_a_gpu(rank: int) -> None:
     assert ddp._has_rebuilt_buckets  # by the backward of zeros, as its first forward found
 
 
-def test_ddp_that_moves_its_inputs_settles() -> None:
-    run_distributed(settle_as_on_a_gpu, 2)
+def check(rank: int) -> tuple[bool, bool]:
+    settle_as_on_a_gpu(rank)
+    return go_on(rank, True), go_on(rank, False)
+
+
+def test_a_resumed_step_adds_in_the_order_of_the_whole_run() -> None:
+    """Without settling it does not: so it notices buckets that nobody settles."""
+    assert run_distributed(check, 4) == [(True, False)] * 4

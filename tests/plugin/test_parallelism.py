@@ -80,69 +80,24 @@ def _two_by_two() -> dict[str, Any]:
     return result
 
 
-@pytest.fixture(scope="module")
-def four_ranks() -> list[dict[str, Any]]:
-    return run_launched(_two_by_two, 4)
-
-
-def test_mesh_has_the_sequence_axis_innermost(four_ranks: list[dict[str, Any]]) -> None:
-    assert [r["mesh"] for r in four_ranks] == [{"dp_replicate": 2, "cp": 2}] * 4
-    assert [r["rank"] for r in four_ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert {r["distributed_type"] for r in four_ranks} == {"MULTI_CPU"}
-
-
-@pytest.mark.parametrize("kind", ["ordered", "shuffled", "streamed"])
-def test_batches_are_equal_within_a_sequence_group_and_differ_between_replicas(
-    four_ranks: list[dict[str, Any]], kind: str
-) -> None:
-    rows = [r[kind] for r in four_ranks]
-    assert rows[0] == rows[1]
-    assert rows[2] == rows[3]
-    assert sorted(rows[0] + rows[2]) == list(range(NUM_ROWS))
-    if kind == "shuffled":
-        assert rows[0] + rows[2] != list(range(NUM_ROWS))
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("gradient", (0 + 1 + 4 + 9) / 4),
-        # FSDP2 shards 8 rows over 4 ranks (2 each), HSDP over 2 ranks in two copies (4 each)
-        ("fsdp", ([3.5] * 8, 2)),
-        ("hsdp", ([3.5] * 8, 4)),
-        ("again", True),
-    ],
-)
-def test_gradients_are_means_over_all_ranks(
-    four_ranks: list[dict[str, Any]], kind: str, expected: object
-) -> None:
-    """Gradients are means over all ranks; a second accelerator has the mesh of the first."""
-    assert [r[kind] for r in four_ranks] == [expected] * 4
-
-
-def _learning_rates(acc: Accelerator) -> list[float]:
-    """The rates of two steps under a prepared scheduler that halves them."""
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
-    optimizer, scheduler = acc.prepare(optimizer, scheduler)
-    rates = []
-    for _ in range(2):
-        optimizer.step()
-        scheduler.step()
-        rates += scheduler.get_last_lr()
-    return rates
-
-
-def _sequence_alone() -> tuple[dict[str, int], list[int], float, list[float]]:
-    acc = make_accelerator(TWO)
-    mesh = acc.torch_device_mesh
-    shape = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
-    return shape, _rows(acc, range(4)), _mean_gradient(acc), _learning_rates(acc)
-
-
-def test_sequence_parallelism_alone() -> None:
-    expected = ({"cp": 2}, [0, 1, 2, 3], 0.5, [0.5, 0.25])
-    assert run_launched(_sequence_alone, 2) == [expected] * 2
+def test_two_groups_of_two() -> None:
+    """The sequence axis is innermost; its ranks get the same rows, and replicas others; gradients
+    are means over all ranks, and a second accelerator has the mesh of the first."""
+    ranks = run_launched(_two_by_two, 4)
+    assert [r["rank"] for r in ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for kind in ("ordered", "shuffled", "streamed"):
+        rows = [r[kind] for r in ranks]
+        assert rows[0] == rows[1]
+        assert rows[2] == rows[3]
+        assert sorted(rows[0] + rows[2]) == list(range(NUM_ROWS))
+    assert ranks[0]["shuffled"] + ranks[2]["shuffled"] != list(range(NUM_ROWS))
+    for rank in ranks:
+        assert rank["mesh"] == {"dp_replicate": 2, "cp": 2}
+        assert rank["distributed_type"] == "MULTI_CPU"
+        assert rank["again"]
+        assert rank["gradient"] == (0 + 1 + 4 + 9) / 4
+        # FSDP2 shards 8 rows over 4 ranks (2 each), HSDP over 2 ranks in two copies (4 each).
+        assert (rank["fsdp"], rank["hsdp"]) == (([3.5] * 8, 2), ([3.5] * 8, 4))
 
 
 # The tests below need one process.

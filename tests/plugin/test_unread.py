@@ -1,6 +1,7 @@
 """Weights that each rank reads by itself, against `from_pretrained` and one process."""
 
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -69,7 +71,16 @@ def shard(model: nn.Module) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def read(rank: int, folder: str, dtype: torch.dtype | None) -> tuple[dict[str, Any], ...]:
+Found = tuple[dict[str, Any], ...]
+Jobs = list[tuple[str, torch.dtype | None]]
+"""Folders, and the dtypes that they are read in."""
+
+
+def read_all(rank: int, jobs: Jobs) -> list[Found]:
+    return [read(rank, *job) for job in jobs]
+
+
+def read(rank: int, folder: str, dtype: torch.dtype | None) -> Found:
     """(each weight and buffer, whole; logits and configs), as `load_sharded` gives them."""
     torch.manual_seed(rank)
     state = torch.get_rng_state()
@@ -79,7 +90,7 @@ def read(rank: int, folder: str, dtype: torch.dtype | None) -> tuple[dict[str, A
     return everything(model)
 
 
-def everything(model: Any) -> tuple[dict[str, Any], ...]:
+def everything(model: Any) -> Found:
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     ids = torch.arange(30)[None]
     said = {
@@ -92,13 +103,20 @@ def everything(model: Any) -> tuple[dict[str, Any], ...]:
     return {name: bits(whole(value)) for name, value in tensors.items()}, said
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_everything_is_what_from_pretrained_gives(case: str, tmp_path: Path) -> None:
-    """Three ranks don't divide the weights evenly, and one has none of four experts."""
-    folder = saved(tmp_path, case)
-    wanted = everything(AutoModelForCausalLM.from_pretrained(folder))
-    for found in run_distributed(read, 3, folder, None):
-        assert found == wanted
+def test_everything_is_what_from_pretrained_gives(tmp_path: Path) -> None:
+    """Three ranks don't divide the weights evenly, and one has none of four experts. Weights keep
+    the dtype of the checkpoint unless another one is asked for."""
+    jobs: Jobs = [(saved(tmp_path / case, case), None) for case in CASES]
+    low = saved(tmp_path / "low", dtype=torch.bfloat16)
+    jobs += [(low, dtype) for dtype in (None, torch.float32, torch.float16)]
+    wanted = [
+        everything(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto"))
+        for folder, dtype in jobs
+    ]
+    assert wanted[-3][0]["lm_head.weight"][0] == torch.bfloat16
+    for found in run_distributed(read_all, 3, jobs):
+        for job, mine, theirs in zip(jobs, found, wanted, strict=True):
+            assert mine == theirs, job
 
 
 def test_what_is_written_after_reading_is_read_whole(tmp_path: Path) -> None:
@@ -113,26 +131,14 @@ def test_what_is_written_after_reading_is_read_whole(tmp_path: Path) -> None:
         unread_model(str(tmp_path))
 
 
-@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16, torch.float16])
-def test_dtypes(dtype: torch.dtype | None, tmp_path: Path) -> None:
-    """Weights keep the dtype of the checkpoint unless another one is asked for."""
-    folder = saved(tmp_path, dtype=torch.bfloat16)
-    wanted = everything(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto"))
-    assert wanted[0]["lm_head.weight"][0] == (dtype or torch.bfloat16)
-    for found in run_distributed(read, 2, folder, dtype):
-        assert found == wanted
-
-
 def trained(source: str, how: str, precision: str, lora: bool) -> tuple[list[Any], dict[str, Any]]:
     """(losses, bits of all weights after three steps) of `prepare` under FSDP2."""
     config = LongContextConfig(ring_degree=2)
+    AcceleratorState._reset_state()
     accelerator = fsdp2_on_cpu(config, precision)
     set_seed(7)
-    if how == "unread":
-        model = unread_model(source, dtype=torch.bfloat16 if lora else torch.float32)
-    else:
-        dtype = torch.bfloat16 if lora else torch.float32
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    load = unread_model if how == "unread" else AutoModelForCausalLM.from_pretrained
+    model = load(source, dtype=torch.bfloat16 if lora else torch.float32)
     if lora:
         if how == "unread":
             set_seed(7 + dist.get_rank())  # rank 0's adapters become everyone's
@@ -156,64 +162,70 @@ def trained(source: str, how: str, precision: str, lora: bool) -> tuple[list[Any
     return losses, {name: bits(whole(p)) for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    ("case", "precision", "lora"),
-    [("llama", "no", False), ("tied", "bf16", False), ("llama", "bf16", True)],
-)
-def test_steps_are_those_of_weights_that_were_loaded_whole(
-    case: str, precision: str, lora: bool, tmp_path: Path
-) -> None:
-    folder = saved(tmp_path, case, torch.bfloat16)
-    wanted = run_launched(trained, 2, folder, "whole", precision, lora)
-    found = run_launched(trained, 2, folder, "unread", precision, lora)
-    assert found == wanted
-    assert wanted[0][0][0] != wanted[0][0][2], "nothing was trained"
-    assert wanted[0][1] == wanted[1][1]
+def both_ways(jobs: list[tuple[str, str, bool]]) -> list[list[Any]]:
+    return [[trained(job[0], how, *job[1:]) for how in ("whole", "unread")] for job in jobs]
 
 
-def held_while_reading(rank: int, folder: str) -> tuple[int, int]:
+def test_steps_are_those_of_weights_that_were_loaded_whole(tmp_path: Path) -> None:
+    plain, tied = (saved(tmp_path / n, n, torch.bfloat16) for n in ("llama", "tied"))
+    jobs = [(plain, "no", False), (tied, "bf16", False), (plain, "bf16", True)]
+    first, second = run_launched(both_ways, 2, jobs)
+    for job, (wanted, found), other in zip(jobs, first, second, strict=True):
+        assert found == wanted, job
+        assert other[0] == other[1], job
+        assert other[0][1] == wanted[1], "ranks have the same weights"
+        assert wanted[0][0] != wanted[0][2], "nothing was trained"
+
+
+def held_while_reading(rank: int, folders: list[str]) -> list[tuple[int, int]]:
     """(most bytes of tensors that were alive while weights were read, bytes of this rank's)."""
-    model = unread_model(folder, dtype=torch.float32)
-    live = LiveBytes()
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(stored_tensors, "BLOCK_BYTES", 4096)
-        # A mode holds for one thread. Weights are made by readers alone; here it is one.
-        readers = partial(ThreadPoolExecutor, initializer=live.__enter__)
-        patched.setattr(unread, "ThreadPoolExecutor", lambda _: readers(1))
+    found = []
+    for folder in folders:
+        model, live = unread_model(folder, dtype=torch.float32), LiveBytes()
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(stored_tensors, "BLOCK_BYTES", 4096)
+            # A mode holds for one thread. Weights are made by readers alone; here it is one.
+            readers = partial(ThreadPoolExecutor, initializer=live.__enter__)
+            patched.setattr(unread, "ThreadPoolExecutor", lambda _, made=readers: made(1))
+            load_sharded(model, shard, CPU)
+        found.append((live.top, sum(p.to_local().nbytes for p in model.parameters())))
+    return found
+
+
+def test_no_rank_holds_more_than_its_own_rows_and_a_block(tmp_path: Path) -> None:
+    cases = ("llama", "experts, joined while reading")
+    folders = [saved(tmp_path / case, case, torch.bfloat16) for case in cases]
+    for folder, *ranks in zip(
+        folders, *run_distributed(held_while_reading, 2, folders), strict=True
+    ):
+        whole_bytes = 4 * AutoModelForCausalLM.from_pretrained(folder).num_parameters()
+        assert sum(kept for _, kept in ranks) == whole_bytes
+        for most, kept in ranks:
+            assert 0.4 * whole_bytes < kept <= most <= kept + 2 * 4096
+
+
+def draw(rank: int, file: str) -> list[Found]:
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        set_seed(3 if rank == 0 else 4)
+        model = unread_model(file, dtype=dtype)
         load_sharded(model, shard, CPU)
-    return live.top, sum(p.to_local().nbytes for p in model.parameters())
+        found.append(everything(model))
+    return found
 
 
-@pytest.mark.parametrize("case", ["llama", "experts, joined while reading"])
-def test_no_rank_holds_more_than_its_own_rows_and_a_block(case: str, tmp_path: Path) -> None:
-    folder = saved(tmp_path, case, torch.bfloat16)
-    whole_bytes = 4 * AutoModelForCausalLM.from_pretrained(folder).num_parameters()
-    ranks = run_distributed(held_while_reading, 2, folder)
-    assert sum(kept for _, kept in ranks) == whole_bytes
-    for most, kept in ranks:
-        assert 0.4 * whole_bytes < kept <= most <= kept + 2 * 4096
-
-
-def draw(rank: int, file: str, dtype: torch.dtype) -> tuple[dict[str, Any], ...]:
-    set_seed(3 if rank == 0 else 4)
-    model = unread_model(file, dtype=dtype)
-    load_sharded(model, shard, CPU)
-    return everything(model)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("processes", [1, 3])
-def test_random_weights_are_those_of_one_process(
-    dtype: torch.dtype, processes: int, tmp_path: Path
-) -> None:
+def test_random_weights_are_those_of_one_process(processes: int, tmp_path: Path) -> None:
     config = tiny_config("qwen3", tie_word_embeddings=True)
     config.save_pretrained(tmp_path)
-    file = str(tmp_path / "config.json")
-    set_seed(3)
-    wanted = everything(AutoModelForCausalLM.from_config(config, dtype=dtype))
-    for weights, said in run_distributed(draw, processes, file, dtype):
-        assert weights == wanted[0]
-        assert said["logits"] == wanted[1]["logits"]
+    wanted = []
+    for dtype in (torch.float32, torch.bfloat16):
+        set_seed(3)
+        wanted.append(everything(AutoModelForCausalLM.from_config(config, dtype=dtype)))
+    for found in run_distributed(draw, processes, str(tmp_path / "config.json")):
+        for (weights, said), (their_weights, they_said) in zip(found, wanted, strict=True):
+            assert weights == their_weights
+            assert said["logits"] == they_said["logits"]
 
 
 def spoil(folder: Path, how: str) -> tuple[str, str]:
@@ -247,26 +259,25 @@ def spoil(folder: Path, how: str) -> tuple[str, str]:
     return str(folder if how == "missing" else file), said[how]
 
 
-def refused(rank: int, folder: str, only_rank: int | None = None) -> str:
-    if only_rank not in (None, rank):
-        folder += "-whole"
-    with pytest.raises(ValueError) as caught:
-        unread_model(folder)
-    return str(caught.value)
+def refusals(rank: int, whole: str, folders: list[str]) -> list[str]:
+    """What this rank says where only rank 1 sees a spoilt file."""
+    said = []
+    for folder in folders:
+        with pytest.raises(ValueError) as caught:
+            unread_model(folder if rank else whole)
+        said.append(str(caught.value))
+    return said
 
 
-@pytest.mark.parametrize("how", ["cut short", "gone", "index", "missing", "unexpected", "shape"])
-def test_files_that_do_not_fit_are_refused_by_name(how: str, tmp_path: Path) -> None:
-    """All ranks say the same, also where only one of them sees a spoilt file."""
-    folder = saved(tmp_path / "model")
-    saved(tmp_path / "model-whole")
-    file, said = spoil(Path(folder), how)
-    for only_rank in (None, 1):
-        first, second = run_distributed(refused, 2, folder, only_rank)
-        assert first == second
-        assert file in first
-        with pytest.raises(AssertionError, match=said):
-            raise AssertionError(first)
+def test_files_that_do_not_fit_are_refused_by_name_on_all_ranks(tmp_path: Path) -> None:
+    hows = ("cut short", "gone", "index", "missing", "unexpected", "shape")
+    folders = [saved(tmp_path / how) for how in hows]
+    wanted = [spoil(Path(folder), how) for folder, how in zip(folders, hows, strict=True)]
+    first, second = run_distributed(refusals, 2, saved(tmp_path / "whole"), folders)
+    assert first == second
+    for message, (file, said) in zip(first, wanted, strict=True):
+        assert file in message
+        assert re.search(said, message)
 
 
 def test_what_can_not_be_read_by_rows_is_refused(tmp_path: Path) -> None:

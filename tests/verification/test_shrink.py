@@ -51,7 +51,7 @@ def ids() -> Tensor:
 
 
 @pytest.mark.parametrize("family", SUPPORTED)
-def test_every_family_shrinks_and_has_a_gradient_everywhere(family: str) -> None:
+def test_every_family_shrinks(family: str) -> None:
     large = config_of(family)
     before = large.to_dict()
     small = shrink_config(large)
@@ -61,15 +61,20 @@ def test_every_family_shrinks_and_has_a_gradient_everywhere(family: str) -> None
     assert kinds == set(getattr(small, "layer_types", None) or [])
     assert small.num_hidden_layers == max(2, len(set(ModelFacts.of(large).layers)))
     assert small.vocab_size == VOCAB_SIZE
-    for name in ("model_type", "num_attention_heads", "num_key_value_heads", "rope_parameters"):
+    for name in (
+        *("model_type", "num_attention_heads", "num_key_value_heads", "rope_parameters"),
+        *("tie_word_embeddings", "attention_bias", "mlp_bias", "rms_norm_eps"),
+    ):
         assert getattr(small, name, None) == getattr(large, name, None)
-    for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "rms_norm_eps"):
-        assert getattr(small, name, None) == getattr(large, name, None)
-    model = build_small_model(small, torch.float32)
-    assert model.config._attn_implementation == "eager"
     facts = ModelFacts.of(small)
     assert facts.varied or facts.rotary_dim == HEAD_DIM
     assert facts.varied or facts.latent or facts.head_dim == HEAD_DIM
+
+
+@pytest.mark.parametrize("family", [*ONE_OF_EACH, *TRAINED_BY_THEIR_LOSS])
+def test_weights_are_drawn_and_have_a_gradient(family: str) -> None:
+    model = build_small_model(shrink_config(config_of(family)), torch.float32)
+    assert model.config._attn_implementation == "eager"
     model(input_ids=ids(), use_cache=False).logits.square().sum().backward()
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:  # biases of routers
@@ -153,7 +158,7 @@ def test_nothing_rounds_in_float64_also_when_layers_are_recomputed(family: str) 
 
     transformers_api.checkpoint_layers(model, run)
     with Roundings() as roundings:
-        logits = model(input_ids=ids(), use_cache=False).logits
+        logits = model(input_ids=ids()[:1, :19], use_cache=False).logits
         logits.square().sum().backward()
     assert logits.dtype == torch.float64
     assert roundings.found == []
