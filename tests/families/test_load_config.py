@@ -10,7 +10,7 @@ import pytest
 
 from longctx_patch.families.config_values import problem_of
 from longctx_patch.families.load_config import load_model_config
-from tests.hf.tiny import FAMILIES, featured_config, tiny_config
+from tests.hf.tiny import featured_config, tiny_config
 from tests.tiny_llama import TINY_LLAMA
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 64}
@@ -70,11 +70,6 @@ def test_files_that_hold_no_config(tmp_path: Path, content: str) -> None:
     file.write_bytes(b"{\xff}")
     with pytest.raises(ValueError, match="byte 1 is no UTF-8 text"):
         load_model_config(str(tmp_path))
-
-
-@pytest.mark.parametrize("family", [*FAMILIES, "gemma3_text", "ministral3", "gpt_oss", "phi3"])
-def test_configs_of_families_pass(family: str) -> None:
-    assert problem_of(featured_config(family)) is None
 
 
 @pytest.mark.parametrize(

@@ -133,8 +133,6 @@ def test_stock_passes_and_router_logits_of_a_patched_model() -> None:
     """Generation counts by the cache as before; router logits come without a loss of theirs."""
     prompt = torch.tensor([token_rows(9)[0]["input_ids"]])
     stock, model = featured_model(FAMILY).eval(), featured_model(FAMILY).eval()
-    model(prompt, output_router_logits=True)  # transformers installs its hooks
-    before = {name: dict(vars(module)) for name, module in model.named_modules()}
     handle = patch(model, LongContextConfig())
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
     assert torch.equal(model.generate(prompt, **options), stock.generate(prompt, **options))
@@ -142,10 +140,6 @@ def test_stock_passes_and_router_logits_of_a_patched_model() -> None:
     batch = collated(handle, token_rows(20))
     plain, routed = model(**batch), model(**batch, output_router_logits=True)
     assert relative_error(plain.loss, routed.loss) < 1e-6  # one by transformers' own attention
-    handle.unpatch()
-    assert {name: vars(module).keys() for name, module in model.named_modules()} == {
-        name: values.keys() for name, values in before.items()
-    }
 
 
 def test_what_a_config_says_of_chunks() -> None:

@@ -49,9 +49,3 @@ def test_one_that_never_comes_is_not_waited_for_for_ever(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     wait_for_siblings()
     assert (tmp_path / "0" / BORN).exists()
-
-
-def test_without_a_launcher_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    wait_for_siblings()

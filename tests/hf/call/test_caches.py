@@ -1,7 +1,6 @@
 """A cache by either name: `cache` since transformers 5.24, and `past_key_values` before."""
 
 import copy
-import inspect
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from transformers import DynamicCache
 
 from longctx_patch import LongContextConfig, PatchHandle
 from longctx_patch.hf.call.inputs import check_whole_rows, input_problem
-from longctx_patch.hf.model.transformers_api import CACHE_NAMES, cache_name, counting_modules
+from longctx_patch.hf.model.transformers_api import CACHE_NAMES, cache_name
 from tests.hf.on_ranks import on_ranks
 from tests.hf.tiny import featured_model
 
@@ -48,23 +47,3 @@ def test_a_cache_is_refused_where_rows_are_shared(name: str) -> None:
         past = stock(input_ids=IDS[:, :5], use_cache=True).past_key_values
         expected = stock(input_ids=IDS[:, 5:], past_key_values=past).logits
     on_ranks(model, config, run)
-
-
-class KeepsOne(torch.nn.Module):
-    def forward(self, hidden: torch.Tensor, past_key_values: Any = None) -> Any:
-        cache = past_key_values
-        return hidden if cache is None else cache
-
-
-def test_a_local_variable_is_no_argument() -> None:
-    assert cache_name(KeepsOne()) == "past_key_values"
-
-
-def test_layers_that_count_by_themselves_get_a_cache_by_their_name() -> None:
-    modules = counting_modules(featured_model("llama4_text"))
-    assert modules
-    for module in modules:
-        name = cache_name(module)
-        parameters = inspect.signature(type(module).forward).parameters
-        assert name in parameters
-        assert not ({*CACHE_NAMES} - {name}) & {*parameters}

@@ -13,7 +13,6 @@ from longctx_patch import LongContextConfig
 from longctx_patch.engine.chain import delta_rule
 from longctx_patch.engine.chain.chain_run import checked_chain
 from longctx_patch.engine.chain.delta_rule import DeltaRule
-from longctx_patch.engine.chain.state_space import StateSpace
 from longctx_patch.hf.model.sequence_kernels import functions_of, kernel_takes
 from longctx_patch.hf.model.transformers_api import recurrent_modules
 from longctx_patch.sequence.documents import Documents
@@ -164,21 +163,19 @@ def joined_calls(config: LongContextConfig) -> int:
     return sum(len(call) > 1 for call in calls) * (ring_and_ulysses(config) // chain.num_ranks)
 
 
-def test_what_a_kernel_does_not_name_is_not_given() -> None:
+@pytest.mark.parametrize(
+    ("family", "name", "option"),
+    [
+        ("qwen3_5_text", "torch_chunk_gated_delta_rule", "cu_seqlens"),
+        ("bamba", "mamba2_chunk_scan", "seq_idx"),
+    ],
+)
+def test_what_a_kernel_does_not_name_is_not_given(family: str, name: str, option: str) -> None:
     """transformers drops it, and documents would run on into each other."""
-    (mixer,) = recurrent_modules(in_float64("qwen3_5_text"))[:1]
-    function = functions_of(mixer)["torch_chunk_gated_delta_rule"]
-    assert not kernel_takes(function, "cu_seqlens")  # torch's refuses edges
-    assert kernel_takes(install(function, rule_over(function, [])), "cu_seqlens")
-    assert not kernel_takes(install(function, lambda *args, **options: None), "cu_seqlens")
-
-
-def test_numbers_are_given_to_a_kernel_alone() -> None:
-    """transformers' own scan takes any option, and looks at none that it doesn't know."""
-    (mixer,) = recurrent_modules(in_float64("bamba"))[:1]
-    function = functions_of(mixer)["mamba2_chunk_scan"]
-    assert not kernel_takes(function, "seq_idx")
-    assert kernel_takes(install(function, scan_over(function, [])), "seq_idx")
+    function = functions_of(recurrent_modules(in_float64(family))[0])[name]
+    assert not kernel_takes(function, option)
+    assert kernel_takes(install(function, KERNELS[name](function, [])), option)
+    assert not kernel_takes(install(function, lambda *args, **options: None), option)
 
 
 def test_layers_share_edges_but_not_with_an_evaluation() -> None:
@@ -215,30 +212,3 @@ def test_documents_beyond_32_bits_run_one_by_one(monkeypatch: pytest.MonkeyPatch
     assert of_documents(rule, batch=1) is not None
     monkeypatch.setattr(delta_rule, "MOST_PLACES", numbers - 1)
     assert of_documents(rule, batch=1) is None
-
-
-def test_a_batch_has_its_documents_one_by_one() -> None:
-    def unused(*_: Any) -> Any:
-        raise AssertionError
-
-    assert of_documents(unused, batch=2) is None
-    assert of_documents(unused, batch=1, takes=False) is None
-
-
-def test_a_batch_of_rows_has_its_documents_in_one_scan() -> None:
-    seen: list[Tensor] = []
-
-    def scan(x: Tensor, *_: Any, seq_idx: Tensor, **__: Any) -> Tensor:
-        seen.append(seq_idx)
-        return x
-
-    wide, narrow = torch.ones(2, 7, 4, 8), torch.ones(2, 7, 4)
-    of_rows = StateSpace(
-        scan, (wide, narrow, wide, wide), torch.ones(4), {"chunk_size": 4}, lambda: True
-    )
-    out = of_rows.run_documents([2, 3, 7])
-    assert out is not None
-    assert out.shape == (2, 5, 4, 8)
-    of_rows.run_documents([2, 3, 7])
-    assert seen[0].tolist() == [[0, 1, 1, 1, 1]] * 2
-    assert seen[1] is seen[0]
