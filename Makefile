@@ -30,10 +30,10 @@ STAMP := $(VENV)/.installed
 # Not tests/trainer/test_checkpoints.py: 5.17 can't resume on several CPU processes, with any model.
 OLDEST := transformers==5.17.0
 OLDEST_VENV := .venv-oldest
-OLDEST_TESTS := tests/hf/test_patching.py tests/hf/loss tests/families/test_checks.py \
+OLDEST_TESTS := tests/hf/test_patching.py tests/families/test_checks.py \
     tests/families/test_text_part.py tests/hf/test_latent_attention.py \
     tests/hf/test_exact_families.py tests/hf/call/test_mixers.py \
-    tests/hf/call/test_mixer_kernels.py tests/trainer/test_exactness.py \
+    tests/trainer/test_exactness.py \
     tests/trl/test_trainers.py::test_two_ranks_train_as_one_process
 # Apart from the rest for their time: every family of models, runs under transformers' and TRL's
 # trainers, jobs of several processes under a launcher, memory, the planner, and faults.
