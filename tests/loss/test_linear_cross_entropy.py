@@ -169,11 +169,12 @@ def test_around_the_fused_kernel(
 
 
 class Work(TorchDispatchMode):
-    """Counts the elements of the largest tensor that an operation returns, and products of matrices
-    and their multiply-adds."""
+    """Counts the elements of the largest tensor that an operation returns (of those of a given
+    `width`), and products of matrices and their multiply-adds."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int | None = None) -> None:
         super().__init__()
+        self.width = width
         self.numel = self.products = self.multiply_adds = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -182,8 +183,9 @@ class Work(TorchDispatchMode):
             a, b = args[-2:]
             self.products += 1
             self.multiply_adds += a.shape[0] * a.shape[1] * b.shape[1]
-        sizes = [x.numel() for x in tree_leaves(out) if isinstance(x, Tensor)]
-        self.numel = max([self.numel, *sizes])
+        for made in tree_leaves(out):
+            if isinstance(made, Tensor) and self.width in (None, *made.shape[-1:]):
+                self.numel = max(self.numel, made.numel())
         return out
 
 
