@@ -9,12 +9,9 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from longctx_patch import LongContextConfig, PatchHandle, patch
-from longctx_patch.config import LossName
 from longctx_patch.families.checks import UnsupportedModelError
 from longctx_patch.families.family import IMAGES, RECURRENT
 from longctx_patch.families.supported import FAMILIES
@@ -22,7 +19,6 @@ from longctx_patch.hf.call.image_rows import spans_mask
 from longctx_patch.sequence.masks import bidirectional
 from longctx_patch.verification import verify
 from longctx_patch.verification.shrink import keep_float64
-from tests.harness import run_distributed
 from tests.hf.float64 import WAYS, backward, stock_loss
 from tests.hf.on_ranks import on_ranks, step_of_ranks
 from tests.hf.seeing import WHOLE, seeing_config, seeing_model, seen_rows, text_rows
@@ -137,31 +133,6 @@ def test_evaluation_log_probs_and_what_is_restored(family: str) -> None:
         assert model.config.vision_config._attn_implementation == "eager"
 
     on_ranks(whole, TWO, evaluate)
-
-
-def under_ddp(rank: int) -> None:
-    """DDP's gradients on two processes are the stock model's: of all weights, and of an adapter
-    over text model and image encoder."""
-    batch = seen_rows("qwen3_vl")
-    adapter = LoraConfig(target_modules=["q_proj", "v_proj", "qkv"], init_lora_weights=False)
-    cases: list[tuple[LossName, bool]] = [("chunked", False), ("logits", False), ("chunked", True)]
-    for loss, wraps in cases:
-        model = seeing_model("qwen3_vl")
-        model = get_peft_model(model, adapter) if wraps else model
-        stock = copy.deepcopy(model)
-        wanted = backward(stock(**batch).loss, stock)
-        handle = patch(model, LongContextConfig(ring_degree=2, loss=loss))
-        ddp = DistributedDataParallel(model)
-        found = backward(ddp(**batch).loss, model)
-        assert found.keys() == wanted.keys()
-        for name, value in wanted.items():
-            error = relative_error(found[name], value)
-            assert error < 1e-5, f"{loss}, adapter {wraps}: {name} differs by {error:.1e}"
-        handle.unpatch()
-
-
-def test_processes_under_ddp() -> None:
-    run_distributed(under_ddp, 2)
 
 
 def refusal(batch: dict[str, Any], others: dict[str, Any] | None = None) -> str:

@@ -18,6 +18,7 @@ from longctx_patch.data.descriptor import Descriptor
 from longctx_patch.sequence.masks import Mask, bidirectional, block_sparse, causal, prefix_lm
 from longctx_patch.verification.shrink import keep_float64
 from tests.harness import run_distributed
+from tests.hf import float64
 from tests.hf.by_documents import whole_row
 from tests.hf.features import WINDOW
 from tests.hf.float64 import stock_loss
@@ -113,15 +114,7 @@ def rows_of(num_ranks: int) -> list[Lengths]:
     ]
 
 
-WAYS: list[dict[str, Any]] = [
-    {},
-    {"ring_degree": 2},
-    {"ring_degree": 3, "checkpoint": "full", "layout": "contiguous"},
-    {"ring_degree": 3, "checkpoint": "attention"},
-    {"ring_degree": 4, "layout": "zigzag"},
-    {"ring_degree": 4, "checkpoint": "attention", "layout": "contiguous"},
-    {"ulysses_degree": 2, "ring_degree": 2, "checkpoint": "full"},
-]
+WAYS = [{}, *float64.WAYS]
 
 
 def assert_exact(

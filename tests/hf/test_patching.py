@@ -1,5 +1,7 @@
 """Patching binds one model, refuses what it can't do before any change, and can be undone."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -104,41 +106,48 @@ def test_rope_that_follows_the_local_length_is_refused(rope_type: str) -> None:
     check_model_config(config, ALONE)
 
 
-def test_a_refused_model_is_unchanged() -> None:
-    world = r"but 1 process runs: .*2 .*notebook_launcher\(train"
-    for model, config, says in (
-        (tiny_model("mistral", attention_dropout=0.5), ALONE, r"attention_dropout=0\.5"),
-        (tiny_model(), LongContextConfig(ring_degree=2), world),
-        (tiny_model(), LongContextConfig(kernel="magic"), "kernel='magic': choose auto or"),
-    ):
-        before = state_of(model)
-        with pytest.raises(ValueError, match=says):
-            patch(model, config)
-        assert state_of(model) == before
-
-
-def test_a_loss_function_of_the_users_own_is_refused() -> None:
+def with_loss() -> Any:
     model = tiny_model()
     model.loss_function = torch.nn.functional.cross_entropy
-    with pytest.raises(ValueError, match="loss_function of its own"):
-        patch(model, ALONE)
+    return model
 
 
-def test_dropout_that_only_the_modules_have_is_refused() -> None:
+def with_dropout_in_its_modules() -> Any:
     model = tiny_model(attention_dropout=0.1)
     model.config.attention_dropout = 0.0  # too late: the modules have copied 0.1
-    with pytest.raises(UnsupportedModelError, match=r"attention_dropout=0\.1"):
-        patch(model, ALONE)
+    return model
 
 
-def test_only_causal_language_models() -> None:
-    """A classification head would pool each rank's own last token."""
-    classifier = AutoModelForSequenceClassification.from_config(tiny_config("llama"))
-    for model in (classifier, tiny_model().model):
-        with pytest.raises(ValueError, match="is not a causal language model"):
-            patch(model, ALONE)
-    with pytest.raises(ValueError, match="Linear is not a transformers model"):
-        patch(torch.nn.Linear(2, 2), ALONE)
+def classifier() -> Any:
+    """Its head would pool each rank's own last token."""
+    return AutoModelForSequenceClassification.from_config(tiny_config("llama"))
+
+
+REFUSED: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
+    (partial(tiny_model, "mistral", attention_dropout=0.5), {}, r"attention_dropout=0\.5"),
+    (
+        tiny_model,
+        {"ring_degree": 2},
+        r"but 1 process runs: .*2 .*notebook_launcher\(train",
+    ),
+    (tiny_model, {"kernel": "magic"}, "kernel='magic': choose auto or"),
+    (with_loss, {}, "loss_function of its own"),
+    (with_dropout_in_its_modules, {}, r"attention_dropout=0\.1"),
+    (classifier, {}, "is not a causal language model"),
+    (lambda: tiny_model().model, {}, "is not a causal language model"),
+    (partial(torch.nn.Linear, 2, 2), {}, "Linear is not a transformers model"),
+]
+
+
+@pytest.mark.parametrize(("make", "config", "says"), REFUSED)
+def test_a_refused_model_is_unchanged(
+    make: Callable[[], Any], config: dict[str, Any], says: str
+) -> None:
+    model = make()
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    with pytest.raises(ValueError, match=says):
+        patch(model, LongContextConfig(**config))
+    assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
 
 
 def test_a_mask_is_given_as_a_function_of_the_length() -> None:

@@ -17,6 +17,7 @@ from longctx_patch.families.checks import check_model_config
 from longctx_patch.hf.handle import PatchHandle
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.verification.shrink import keep_float64
+from tests.hf import float64
 from tests.hf.float64 import backward, packed_row, padded_rows, stock_loss
 from tests.hf.on_ranks import step_of_ranks
 from tests.hf.steps import Step, errors
@@ -78,13 +79,7 @@ def dense_step(
     return Step(found.pop("loss"), found)
 
 
-WAYS: list[dict[str, Any]] = [
-    {},
-    {"ring_degree": 2, "checkpoint": "attention"},
-    {"ring_degree": 3, "checkpoint": "full", "layout": "contiguous"},
-    {"ulysses_degree": 2},
-    {"ulysses_degree": 2, "ring_degree": 2, "checkpoint": "attention", "attention_kept": 0.5},
-]
+WAYS = [{}, *float64.WAYS[:2], {"ulysses_degree": 2}, float64.WAYS[-1]]
 
 
 @pytest.mark.parametrize(
