@@ -10,7 +10,7 @@ import pytest
 
 from longctx_patch.families.config_values import problem_of
 from longctx_patch.families.load_config import load_model_config
-from tests.hf.tiny import featured_config, tiny_config
+from tests.hf.tiny import FAMILIES, featured_config, tiny_config
 from tests.tiny_llama import TINY_LLAMA
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 64}
@@ -105,3 +105,8 @@ def test_rope_of_each_kind_of_layer_is_looked_at() -> None:
     config = tiny_config("llama")
     config.rms_norm_eps = math.nan
     assert problem_of(config) == "rms_norm_eps=nan: it is a finite number"
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "gemma3_text", "ministral3", "gpt_oss", "phi3"])
+def test_configs_of_families_pass(family: str) -> None:
+    assert problem_of(featured_config(family)) is None

@@ -80,6 +80,12 @@ def test_dynamic_uses_a_head_dim_of_its_own() -> None:
     assert scaled.rope_parameters["rope_theta"] == pytest.approx(theta)
 
 
+def test_a_larger_factor_reaches_further() -> None:
+    scaled = scale_rope(llama(), kind="yarn", target_length=512, factor=8)
+    assert scaled.rope_parameters["factor"] == 8.0
+    assert scaled.max_position_embeddings == 1024
+
+
 def test_a_config_that_reaches_it_passes_unchanged() -> None:
     assert scale_rope(llama(), kind="none", target_length=128).to_dict() == llama().to_dict()
     yarn = scale_rope(llama(), kind="yarn", target_length=1024)
@@ -271,10 +277,12 @@ PER_TYPE = {
         ("llama", {}, "yarn", {}, 3),
         ("llama", {}, "llama3", {}, 4),
         ("llama", {}, "longrope", {"factors": FACTORS}, 2),
+        ("llama", {}, "linear", {}, 2),
         ("llama", {}, "dynamic", {}, 2),
         ("llama", {"rope_parameters": LLAMA_31}, "yarn", {}, 2),
         ("phi3", LONG_PHI, "longrope", {}, 2),
         ("phi3", NO_WINDOW, "theta", {}, 2),
+        ("glm", {}, "yarn", {}, 2),
         ("deepseek_v3", {}, "yarn", {}, 2),
         ("gpt_oss", {}, "yarn", {}, 2),
         ("olmo3", {"rope_parameters": PER_TYPE}, "yarn", {}, 3),
@@ -343,7 +351,9 @@ def test_every_possible_kind_of_every_family_is_read_back() -> None:
         kinds, why = possible_kinds(config)
         assert why or kinds == SCALINGS
         for kind in set(kinds) - {"longrope"}:
+            before = config.to_dict()
             scaled = scale_rope(config, kind=kind, target_length=2**20)
+            assert config.to_dict() == before, "the argument stays as it was"
             read = type(scaled).from_dict(scaled.to_dict())
             assert read.rope_parameters == scaled.rope_parameters, family
             assert read.max_position_embeddings == 2**20, family

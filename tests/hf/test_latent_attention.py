@@ -12,7 +12,9 @@ from longctx_patch import (
     LongContextConfig,
     PatchHandle,
 )
+from longctx_patch.families.facts import ModelFacts
 from longctx_patch.families.family import LATENT
+from longctx_patch.hf.model.transformers_api import attention_modules
 from longctx_patch.verification.shrink import keep_float64
 from tests.hf.float64 import (
     TOKENS,
@@ -41,6 +43,22 @@ def test_adapters_on_the_projections(family: str) -> None:
     config = LongContextConfig(ring_degree=3, checkpoint="attention")
     trained = assert_exact(adapted(family), config, packed_row())
     assert sum("kv_b_proj.lora_" in name for name in trained) == 4
+
+
+@pytest.mark.parametrize("family", LATENT_FAMILIES)
+def test_the_head_size_is_the_larger_of_keys_and_values(family: str) -> None:
+    model = featured_model(family)
+    facts = ModelFacts.of(model.config)
+    modules: list[Any] = attention_modules(model)
+    assert modules
+    for module in modules:
+        keys, values = module.expand_kv(
+            torch.zeros(1, 1, 2, module.kv_lora_rank),
+            torch.zeros(1, 1, 2, module.qk_rope_head_dim),
+        )
+        assert keys.shape[3] != values.shape[3], "the tiny model would not show a mistake"
+        assert facts.head_dim == max(keys.shape[3], values.shape[3])
+        assert facts.num_kv_heads == keys.shape[1]
 
 
 RING = LongContextConfig(ring_degree=2)

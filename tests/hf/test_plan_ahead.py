@@ -30,6 +30,16 @@ def test_each_batch_is_prepared_in_a_thread_before_the_ahead_of_it_is_done() -> 
     assert list(ahead([], prepare)) == []
 
 
+def test_depth_is_how_many_batches_are_prepared_ahead() -> None:
+    prepared: list[int] = []
+    batches = ahead(range(5), prepared.append, depth=3)
+    assert next(batches) == 0
+    assert list(batches) == [1, 2, 3, 4]
+    assert prepared == list(range(5))
+    with pytest.raises(ValueError, match="depth=0"):
+        next(ahead([1], prepared.append, depth=0))
+
+
 def test_what_goes_wrong_is_raised_with_its_batch() -> None:
     def prepare(batch: int) -> None:
         if batch == 2:

@@ -133,6 +133,46 @@ def test_what_has_no_room_on_the_host_is_expected_to_stay(
     assert found <= peak * 1.12
 
 
+def test_a_host_that_was_full_may_have_room_later(host: Host) -> None:
+    most = int(1.9 * expected(host, layers=12))
+    host.total_bytes = int(3.2 * LAYER_BYTES)
+    with DeviceBytes(host, most) as meter:
+        run = Run(meter, checkpoint="auto", layers=12)
+        run.rehearse()
+        run.share_of_a_step()
+        host.total_bytes = PLENTY
+        run.length = int(1.9 * LENGTH)
+        assert max(run.share_of_a_step() for _ in range(4)) <= 1
+
+
+def test_a_pass_that_was_interrupted_is_forgotten(host: Host) -> None:
+    most = int(1.3 * expected(host))
+    with DeviceBytes(host, most) as meter:
+        run = Run(meter, checkpoint="auto")
+
+        def full(*_: Any) -> None:
+            raise torch.OutOfMemoryError
+
+        hook = run.model.get_decoder().layers[-1].register_forward_hook(full)
+        with pytest.raises(torch.OutOfMemoryError):
+            run.loss()
+        hook.remove()
+        run.rehearse()
+        assert max(run.share_of_a_step() for _ in range(4)) <= 1
+        assert "n" not in run.letters[:-1]
+
+
+def test_offloading_layers_are_rehearsed_within_a_run(host: Host) -> None:
+    host.total_bytes = int(9.2 * LAYER_BYTES)
+    with DeviceBytes(host, PLENTY) as meter:
+        run = Run(meter, checkpoint="offload")
+        run.share_of_a_step()
+        found = run.rehearse(has_optimizer_states=True)
+        peak = run.share_of_a_step() * meter.capacity()
+    assert peak <= found.expected_bytes * 1.01
+    assert found.expected_bytes <= peak * 1.12
+
+
 def test_a_rehearsal_within_a_run_knows_what_it_holds_on_the_host(host: Host) -> None:
     most = int(1.1 * expected(host))
     gc.collect()

@@ -16,6 +16,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 
 from longctx_patch.config import LongContextConfig
 from longctx_patch.plugin import accelerate_yaml, accelerator
+from tests.meeting import unused_port
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "accelerate"
 
@@ -98,6 +99,21 @@ def test_two_machines_need_a_name_and_the_command_line_wins() -> None:
     assert (arguments.machine_rank, arguments.main_process_ip) == (1, "127.0.0.1")
     with pytest.raises(ValueError, match="'<main_process_ip is the name or address of machine 0>"):
         multi_gpu_launcher(launch_arguments(path, "--machine_rank", "1"))
+
+
+@pytest.mark.parametrize(
+    ("rank", "said"),
+    [
+        (0, r"Timed out after \d+ seconds waiting for clients. 1/2 clients joined"),
+        (1, r"timed out after 1000ms while trying to connect to \(127.0.0.1"),
+    ],
+)
+def test_a_machine_that_never_comes_ends_the_wait(rank: int, said: str) -> None:
+    path = RECIPES / "two_nodes_16gpu_sp8_fsdp2.yaml"
+    asked = ["--machine_rank", str(rank), "--rdzv_conf", "timeout=1"]
+    asked += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(unused_port())]
+    with pytest.raises(RuntimeError, match=said):
+        multi_gpu_launcher(launch_arguments(path, *asked))
 
 
 def test_data_parallel_beside_the_sequence_and_a_lone_process() -> None:

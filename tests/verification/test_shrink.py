@@ -23,6 +23,7 @@ from longctx_patch.verification.shrink import (
     shrink_config,
 )
 from tests.hf.tiny import ONE_OF_EACH, SUPPORTED
+from tests.reference import relative_error
 
 TOKENS = 127
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -38,6 +39,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 """What published models have, or can be trained with, where transformers' default has no value."""
 TRAINED_BY_THEIR_LOSS = ("phimoe",)
+
+
+MATTERS = 1e-3
+"""A change of logits that counts: a hundred times the tolerance of a verification."""
 """Families whose routers have a gradient of their own loss alone."""
 
 
@@ -48,6 +53,12 @@ def config_of(family: str, **changes: Any) -> Any:
 
 def ids() -> Tensor:
     return torch.randint(VOCAB_SIZE, (2, TOKENS), generator=torch.Generator().manual_seed(2))
+
+
+def logits_of(small: Any) -> Tensor:
+    model = build_small_model(copy.deepcopy(small), torch.float32)
+    with torch.no_grad():
+        return model(input_ids=ids(), use_cache=False).logits
 
 
 @pytest.mark.parametrize("family", SUPPORTED)
@@ -71,11 +82,11 @@ def test_every_family_shrinks(family: str) -> None:
     assert facts.varied or facts.latent or facts.head_dim == HEAD_DIM
 
 
-@pytest.mark.parametrize("family", [*ONE_OF_EACH, *TRAINED_BY_THEIR_LOSS])
+@pytest.mark.parametrize("family", SUPPORTED)
 def test_weights_are_drawn_and_have_a_gradient(family: str) -> None:
     model = build_small_model(shrink_config(config_of(family)), torch.float32)
     assert model.config._attn_implementation == "eager"
-    model(input_ids=ids(), use_cache=False).logits.square().sum().backward()
+    model(input_ids=ids()[:1], use_cache=False).logits.square().sum().backward()
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:  # biases of routers
             continue
@@ -100,8 +111,14 @@ LAYERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"use_sliding_window": True, "sliding_window": 4096},
         {"no_rope_layers": [1, 0], "layer_types": ["full_attention", "sliding_attention"]},
     ),
+    ("mistral", {"sliding_window": None}, {"sliding_window": None}),
     ("mixtral", {"num_experts_per_tok": 1}, {"num_local_experts": 4, "num_experts_per_tok": 1}),
     ("qwen2_moe", {}, {"num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": []}),
+    (
+        "qwen3_moe",
+        {"mlp_only_layers": [3, 4]},
+        {"num_hidden_layers": 2, "mlp_only_layers": [1], "decoder_sparse_step": 1},
+    ),
     (
         "qwen2_moe",
         {"use_sliding_window": True, "sliding_window": 4096, "mlp_only_layers": [0]},
@@ -112,10 +129,16 @@ LAYERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         },
     ),
     ("gemma2", {"head_dim": 128, "query_pre_attn_scalar": 144}, {"query_pre_attn_scalar": 9}),
+    ("granite", {"head_dim": 128, "attention_multiplier": 0.0625}, {"attention_multiplier": 0.25}),
     (
         "deepseek_v3",
         {},
         {"qk_nope_head_dim": 16, "v_head_dim": 16, "kv_lora_rank": 20, "first_k_dense_replace": 1},
+    ),
+    (
+        "glm4_moe_lite",
+        {},
+        {"qk_nope_head_dim": 24, "v_head_dim": 32, "mlp_layer_types": ["dense", "sparse"]},
     ),
     ("gemma2", {}, {"attn_logit_softcapping": SOFTCAP, "final_logit_softcapping": 30.0}),
 ]
@@ -125,9 +148,32 @@ LAYERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 def test_what_is_kept(family: str, changes: dict[str, Any], wanted: dict[str, Any]) -> None:
     small = shrink_config(config_of(family, **changes))
     assert {name: getattr(small, name) for name in wanted} == wanted
-    model = build_small_model(copy.deepcopy(small), torch.float32)
+    assert torch.isfinite(logits_of(small)).all()
+
+
+@pytest.mark.parametrize(
+    ("family", "option", "other"),
+    [
+        ("mistral", "sliding_window", WINDOW - 1),
+        ("mistral", "sliding_window", WINDOW + 1),
+        ("gemma2", "attn_logit_softcapping", None),
+    ],
+)
+def test_windows_and_softcaps_matter(family: str, option: str, other: int | None) -> None:
+    small = shrink_config(config_of(family))
+    logits = logits_of(small)
+    setattr(small, option, other)
+    assert relative_error(logits_of(small), logits) > MATTERS
+
+
+def test_the_sinks_matter() -> None:
+    model = build_small_model(shrink_config(config_of("gpt_oss")), torch.float32)
     with torch.no_grad():
-        assert torch.isfinite(model(input_ids=ids(), use_cache=False).logits).all()
+        logits = model(input_ids=ids(), use_cache=False).logits
+        for layer in model.model.layers:
+            assert bool((layer.self_attn.sinks != 0).all())
+            layer.self_attn.sinks.fill_(0.0)
+        assert relative_error(model(input_ids=ids(), use_cache=False).logits, logits) > MATTERS
 
 
 class Roundings(TorchDispatchMode):

@@ -63,6 +63,12 @@ def test_recurrent_layers_are_compared_in_float64(family: str) -> None:
         verify_on_virtual_ranks(featured_model(family), TWO, packed_row())
 
 
+def test_a_model_in_float64_is_compared_in_it() -> None:
+    found = verify_on_virtual_ranks(tiny_model().double(), RING, padded_rows())
+    assert found.ok, str(found)
+    assert "equal to the stock model within 1e-10" in str(found)
+
+
 def test_an_adapter_is_compared_and_the_model_stays_as_it_was() -> None:
     model = get_peft_model(tiny_model(), LoraConfig(target_modules="all-linear")).eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}

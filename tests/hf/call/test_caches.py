@@ -47,3 +47,13 @@ def test_a_cache_is_refused_where_rows_are_shared(name: str) -> None:
         past = stock(input_ids=IDS[:, :5], use_cache=True).past_key_values
         expected = stock(input_ids=IDS[:, 5:], past_key_values=past).logits
     on_ranks(model, config, run)
+
+
+class KeepsOne(torch.nn.Module):
+    def forward(self, hidden: torch.Tensor, past_key_values: Any = None) -> Any:
+        cache = past_key_values
+        return hidden if cache is None else cache
+
+
+def test_a_local_variable_is_no_argument() -> None:
+    assert cache_name(KeepsOne()) == "past_key_values"

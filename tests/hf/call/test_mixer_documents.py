@@ -13,6 +13,7 @@ from longctx_patch import LongContextConfig
 from longctx_patch.engine.chain import delta_rule
 from longctx_patch.engine.chain.chain_run import checked_chain
 from longctx_patch.engine.chain.delta_rule import DeltaRule
+from longctx_patch.engine.chain.state_space import StateSpace
 from longctx_patch.hf.model.sequence_kernels import functions_of, kernel_takes
 from longctx_patch.hf.model.transformers_api import recurrent_modules
 from longctx_patch.sequence.documents import Documents
@@ -212,3 +213,30 @@ def test_documents_beyond_32_bits_run_one_by_one(monkeypatch: pytest.MonkeyPatch
     assert of_documents(rule, batch=1) is not None
     monkeypatch.setattr(delta_rule, "MOST_PLACES", numbers - 1)
     assert of_documents(rule, batch=1) is None
+
+
+def test_a_batch_has_its_documents_one_by_one() -> None:
+    def unused(*_: Any) -> Any:
+        raise AssertionError
+
+    assert of_documents(unused, batch=2) is None
+    assert of_documents(unused, batch=1, takes=False) is None
+
+
+def test_a_batch_of_rows_has_its_documents_in_one_scan() -> None:
+    seen: list[Tensor] = []
+
+    def scan(x: Tensor, *_: Any, seq_idx: Tensor, **__: Any) -> Tensor:
+        seen.append(seq_idx)
+        return x
+
+    wide, narrow = torch.ones(2, 7, 4, 8), torch.ones(2, 7, 4)
+    of_rows = StateSpace(
+        scan, (wide, narrow, wide, wide), torch.ones(4), {"chunk_size": 4}, lambda: True
+    )
+    out = of_rows.run_documents([2, 3, 7])
+    assert out is not None
+    assert out.shape == (2, 5, 4, 8)
+    of_rows.run_documents([2, 3, 7])
+    assert seen[0].tolist() == [[0, 1, 1, 1, 1]] * 2
+    assert seen[1] is seen[0]

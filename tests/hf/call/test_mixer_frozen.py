@@ -1,12 +1,19 @@
 """Recurrent layers of which little is trained: an exchange has a backward only where something that
 goes into it has a gradient, on every rank or on none."""
 
+import copy
+from typing import Any
+
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
 
-from longctx_patch import LongContextConfig
-from tests.hf.call.test_mixers import CHAINED, assert_exact
+from longctx_patch import LongContextConfig, PatchHandle
+from tests.hf.by_documents import stock_step, whole_row
+from tests.hf.call.test_mixers import CHAINED, LENGTH, TOLERANCE, assert_exact
 from tests.hf.float64 import in_float64
+from tests.hf.on_ranks import on_ranks
+from tests.reference import relative_error
 
 CONFIGS: dict[str, LongContextConfig] = {
     "contiguous": LongContextConfig(ring_degree=2, layout="contiguous"),
@@ -61,3 +68,19 @@ def test_adapters_on_some_projections(targets: str, config: str) -> None:
     for parameter in model.parameters():
         parameter.data = parameter.data.double()
     assert assert_exact(model, CONFIGS[config]).grads
+
+
+@pytest.mark.parametrize("family", [name for name in ("bamba", "qwen3_5_text") if name in CHAINED])
+def test_gradients_of_some_weights_are_asked_for(family: str) -> None:
+    """By torch.autograd.grad, of a model of which all is trained."""
+    model = in_float64(family)
+    named = dict(model.named_parameters())
+    name = next(name for name in named if "A_log" in name)
+    wanted = stock_step(copy.deepcopy(model), (LENGTH,)).grads[name]
+
+    def ask(model: Any, _: PatchHandle) -> torch.Tensor:
+        loss = model(**whole_row((LENGTH,))).loss
+        return torch.autograd.grad(loss, [dict(model.named_parameters())[name]])[0]
+
+    mean = torch.stack(on_ranks(model, CONFIGS["contiguous"], ask)).mean(0)
+    assert relative_error(mean, wanted) < TOLERANCE

@@ -93,6 +93,17 @@ def test_experts_are_not_compiled() -> None:
     assert compiled == {f"model.layers.{layer}.{name}" for layer in (0, 1) for name in names}
 
 
+def test_an_mlp_beside_experts_is_compiled() -> None:
+    if "gemma4_text" not in SUPPORTED:
+        pytest.skip("the installed transformers has no gemma4_text")
+    model = featured_model("gemma4_text")
+    fuse_layers(model, "compile")
+    layer = model.model.layers[0]
+    compiled = {n for n, m in layer.named_children() if m._compiled_call_impl is not None}
+    assert {"mlp", "self_attn", "input_layernorm"} <= compiled
+    assert not compiled & {"experts", "router"}
+
+
 @pytest.fixture
 def liger_is_installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Pretend that Liger Kernel is installed and changes Llama's module; return its options."""
