@@ -11,9 +11,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from longctx_patch.families.text_part import TEXT_TYPES
-from tests.hf.features import FEATURES
 from tests.hf.float64 import padded_rows
-from tests.hf.tiny import VOCABULARY
+from tests.hf.tiny import VOCABULARY, features_of
 
 MINISTRAL, SMALL_4 = "mistral3 with ministral3", "mistral3 with mistral4"
 LARGE_GEMMA = "gemma4 whose images see both ways"
@@ -94,7 +93,7 @@ _GEMMA_4: dict[str, Any] = {
 }
 _PARTS: dict[str, dict[str, Any]] = {
     "llama4": {
-        "text_config": _TEXT | FEATURES["llama4_text"],
+        "text_config": _TEXT | features_of("llama4_text"),
         "vision_config": {
             **{"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1},
             **{"num_attention_heads": 2, "image_size": 8, "patch_size": 2},
@@ -104,11 +103,11 @@ _PARTS: dict[str, dict[str, Any]] = {
     },
     "mistral3": {"text_config": _TEXT | {"model_type": "mistral"}, **_PIXTRAL},
     MINISTRAL: {
-        "text_config": _TEXT | FEATURES["ministral3"] | {"model_type": "ministral3"},
+        "text_config": _TEXT | features_of("ministral3") | {"model_type": "ministral3"},
         **_PIXTRAL,
     },
     SMALL_4: {
-        "text_config": _TEXT | FEATURES["mistral4"] | {"model_type": "mistral4"},
+        "text_config": _TEXT | features_of("mistral4") | {"model_type": "mistral4"},
         **_PIXTRAL,
     },
     "qwen2_vl": {

@@ -1,6 +1,7 @@
 """Tiny models of every family, from configs, with two or three layers and four query heads."""
 
 import copy
+from functools import cache
 from typing import Any
 
 import torch
@@ -8,14 +9,14 @@ import torch.distributed as dist
 import transformers
 from packaging.version import Version
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from longctx_patch.families.family import IMAGES, RECURRENT
 from longctx_patch.families.supported import FAMILIES as ALL
 from longctx_patch.families.text_part import auto_class
 from longctx_patch.verification.shrink import keep_float64
-from tests.hf.features import FEATURES, VOCABULARY
+from tests.hf.features import FEATURES, SIZES, VOCABULARY
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Dense, causal families without a window, over which most tests run."""
@@ -59,7 +60,14 @@ def featured_config(family: str, **overrides: Any) -> Any:
     """A tiny config with the window, softcap, experts and more of its family; eager attention."""
     values = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
     values |= {"head_dim": 16, "attn_implementation": "eager"}
-    return tiny_config(family, **values | FEATURES.get(family, {}) | overrides)
+    return tiny_config(family, **values | features_of(family) | overrides)
+
+
+@cache
+def features_of(family: str) -> dict[str, Any]:
+    """Its own, and those of `SIZES` that its config has by default."""
+    usual = CONFIG_MAPPING[family]().to_dict()
+    return {k: size for k, size in SIZES.items() if usual.get(k)} | FEATURES.get(family, {})
 
 
 def tiny_model(
