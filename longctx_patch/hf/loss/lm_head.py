@@ -34,7 +34,6 @@ from longctx_patch.hf.loss.token_head import (
     StandIn,
     TokenFields,
     begin_chosen,
-    shard_scores,
 )
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.loss.law import IGNORE_INDEX
@@ -113,17 +112,9 @@ def _begin_log_probs(
     current.sum_is_handed_on = rule is None
 
     def forward(own: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-        current.log_probs, current.is_top1 = shard_scores(
-            own,
-            hidden,
-            current.shift_labels,
-            current.rows,
-            num_words=num_words,
-            softcap=softcap,
-            scale=scale,
-            with_top1=current.with_top1,
+        return current.compute_log_probs(
+            own, hidden, num_words=num_words, softcap=softcap, scale=scale
         )
-        return current.log_probs
 
     stand_in.begin(forward)
 
@@ -232,7 +223,7 @@ def _token_sum(
     head: nn.Linear, hidden: Tensor, current: LossPass, softcap: float | None, scale: float
 ) -> Tensor:
     """The sum of losses of tokens that have a label."""
-    hidden, labels = _labelled(hidden, current)
+    hidden, labels = current.labelled(hidden)
     return linear_cross_entropy(
         hidden, head.weight, labels, bias=head.bias, softcap=softcap, scale=scale
     )
@@ -243,7 +234,7 @@ def _scores(
 ) -> TokenFields:
     """What is known of each label."""
     segments = _labelled_by_row(current) if current.how.by_row else None
-    hidden, labels = _labelled(hidden, current)
+    hidden, labels = current.labelled(hidden)
     losses, entropy, is_top1, mean_logits = linear_scores(
         hidden,
         head.weight,
@@ -257,34 +248,13 @@ def _scores(
     found: dict[str, Tensor] = {"log_probs": -losses, "entropy": entropy, "is_top1": is_top1}
     if current.how.with_mean_logits:
         found["mean_logits"] = mean_logits
-    shape, rows = current.shift_labels.shape, current.rows
-    if rows is not None:
-        rows = rows.to(hidden.device)
-        found = {
-            name: values.new_zeros(shape.numel()).index_copy(0, rows, values)
-            for name, values in found.items()
-        }
     mask = current.shift_labels.to(hidden.device) != IGNORE_INDEX
-    return TokenFields(label_mask=mask, **{name: v.view(shape) for name, v in found.items()})
-
-
-def _labelled(hidden: Tensor, current: LossPass) -> tuple[Tensor, Tensor]:
-    """Hidden states and labels of tokens that have a label: products leave out the others."""
-    if hidden.shape[:-1] != current.shift_labels.shape:
-        raise ValueError(
-            f"labels {list(current.shift_labels.shape)} for hidden states of "
-            f"{list(hidden.shape[:-1])} tokens: each token of the shard has one label. Pass the "
-            "batch of SequenceShardCollator unchanged."
-        )
-    hidden, labels = hidden.flatten(0, -2), current.shift_labels.to(hidden.device).flatten()
-    if current.rows is not None:
-        rows = current.rows.to(hidden.device)
-        hidden, labels = hidden.index_select(0, rows), labels[rows]
-    return hidden, labels
+    placed = {name: current.placed(values) for name, values in found.items()}
+    return TokenFields(label_mask=mask, **placed)
 
 
 def _labelled_by_row(current: LossPass) -> list[int]:
-    """How many tokens of each row `_labelled` returns; the host waits for the device."""
+    """How many tokens of each row have a label; the host waits for the device."""
     num_rows, length = current.shift_labels.shape
     if current.rows is None:
         return [length] * num_rows

@@ -1,6 +1,7 @@
 """The loss of a patched model: the loss law for shards, the stock loss for everything else."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,9 +15,10 @@ from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.families.facts import text_config
 from longctx_patch.hf.call.inputs import short
 from longctx_patch.hf.layers.checkpointing import GRADIENTS_IN_EVALUATION
-from longctx_patch.hf.loss.token_head import TokenFields, shard_scores
+from longctx_patch.hf.loss.token_head import TokenFields
 from longctx_patch.hf.model.transformers_api import router_weight
 from longctx_patch.loss.law import IGNORE_INDEX, replica_scale, scale_of, sum_of_token_losses
+from longctx_patch.loss.token_log_probs import label_scores
 from longctx_patch.transport import VirtualTransport
 from longctx_patch.transport.meeting import Meeting, meet
 
@@ -52,6 +54,45 @@ class LossPass:
     """Once the head has computed them."""
     logits: Any = None
     """What the model's forward uses as logits, and returns."""
+
+    def labelled(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states and labels of tokens that have a label: products leave out the others."""
+        if hidden.shape[:-1] != self.shift_labels.shape:
+            raise ValueError(
+                f"labels {list(self.shift_labels.shape)} for hidden states of "
+                f"{list(hidden.shape[:-1])} tokens: each token of the shard has one label. Pass "
+                "the batch of SequenceShardCollator unchanged."
+            )
+        hidden, labels = hidden.flatten(0, -2), self.shift_labels.to(hidden.device).flatten()
+        if self.rows is None:
+            return hidden, labels
+        rows = self.rows.to(hidden.device)
+        return hidden.index_select(0, rows), labels[rows]
+
+    def placed(self, values: Tensor) -> Tensor:
+        """`[B, L]` of what these tokens have, 0 for the others."""
+        if self.rows is not None:
+            rows = self.rows.to(values.device)
+            values = values.new_zeros(self.shift_labels.numel()).index_copy(0, rows, values)
+        return values.view(self.shift_labels.shape)
+
+    def compute_log_probs(
+        self,
+        head: Callable[[Tensor], Tensor],
+        hidden: Tensor,
+        *,
+        num_words: int,
+        softcap: float | None = None,
+        scale: float = 1.0,
+    ) -> Tensor:
+        """`[B, L]` log-probabilities of the labels, by `head`, which makes logits `[1, tokens, V]`
+        of hidden states `[B, L, D]`."""
+        given, labels = self.labelled(hidden)
+        options: dict[str, Any] = {"num_words": num_words, "softcap": softcap, "scale": scale}
+        log_probs, is_top1 = label_scores(head, given, labels, **options, with_top1=self.with_top1)
+        self.log_probs = self.placed(log_probs)
+        self.is_top1 = self.placed(is_top1) if self.with_top1 else None
+        return self.log_probs
 
 
 class ShardLoss:
@@ -222,15 +263,10 @@ class ShardLoss:
 def _sum_of_log_probs(current: LossPass, logits: Tensor) -> Tensor:
     """Something for the model's forward to return as a loss, once each label has its own."""
     if current.log_probs is None:
-        current.log_probs, current.is_top1 = shard_scores(
-            lambda tile: tile,
-            logits,
-            current.shift_labels,
-            current.rows,
-            num_words=logits.shape[-1],
-            with_top1=current.with_top1,
-        )
-    elif current.sum_is_handed_on:
+        return current.compute_log_probs(
+            lambda tile: tile, logits, num_words=logits.shape[-1]
+        ).sum()
+    if current.sum_is_handed_on:
         _check_logits_unchanged(current.log_probs, logits)
     return current.log_probs.sum()
 

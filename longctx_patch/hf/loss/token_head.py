@@ -8,14 +8,12 @@ for every kind of head, adapters around it included: the stand-in calls the head
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from longctx_patch.hf.call.gather import ChosenTokens
-from longctx_patch.loss.token_log_probs import label_scores
 
 
 @dataclass
@@ -72,39 +70,3 @@ def begin_chosen(stand_in: StandIn, chosen: ChosenTokens) -> None:
         return own(hidden.flatten(0, 1).index_select(0, mine)[None])
 
     stand_in.begin(forward)
-
-
-def shard_scores(
-    head: Callable[[Tensor], Tensor],
-    hidden: Tensor,
-    shift_labels: Tensor,
-    rows: Tensor | None,
-    *,
-    num_words: int,
-    softcap: float | None = None,
-    scale: float = 1.0,
-    with_top1: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """`[B, L]` log-probabilities of a shard's labels, 0 where there is none, and whether each label
-    is the likeliest word, if that is wanted.
-
-    Args:
-        head: makes logits `[1, tokens, V]`.
-        hidden: `[B, L, D]`, what `head` makes them of.
-        shift_labels: `[B, L]`
-        rows: indices of those of the `B * L` tokens that have a label; None: all.
-    """
-    labels, given = shift_labels.to(hidden.device).flatten(), hidden.flatten(0, 1)
-    size = len(labels)
-    if rows is not None:
-        rows = rows.to(hidden.device)
-        labels, given = labels[rows], given.index_select(0, rows)
-    options: dict[str, Any] = {"num_words": num_words, "softcap": softcap, "scale": scale}
-    log_probs, is_top1 = label_scores(head, given, labels, **options, with_top1=with_top1)
-
-    def placed(values: Tensor) -> Tensor:
-        if rows is not None:
-            values = values.new_zeros(size).index_copy(0, rows, values)
-        return values.view(hidden.shape[:2])
-
-    return placed(log_probs), placed(is_top1) if with_top1 else None
