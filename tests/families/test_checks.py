@@ -1,9 +1,8 @@
-"""The table of support: the tiny models have what it says, and what is not covered is refused.
-
-Every family is compared in float64: in `tests/hf/test_exact_families.py`, and those with recurrent
-layers or latent attention in `tests/hf/test_states_and_latents.py`."""
+"""The table of support: the tiny models have what it says, and what is not covered is refused; sizes
+of recurrent layers from a config are those of the weights that it makes."""
 
 import pytest
+import torch
 import transformers
 from packaging.version import Version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -11,8 +10,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from longctx_patch import LongContextConfig, UnsupportedModelError
 from longctx_patch.families.checks import TABLE, check_model_config
 from longctx_patch.families.facts import ModelFacts, is_latent
+from longctx_patch.families.family import RECURRENT
+from longctx_patch.families.recurrent_layers import recurrent_layers
 from longctx_patch.families.refused import REFUSED as REFUSED_TYPES
 from longctx_patch.families.text_part import auto_class
+from longctx_patch.hf.model import transformers_api
 from tests.hf.features import WINDOW
 from tests.hf.tiny import (
     SUPPORTED,
@@ -93,3 +95,39 @@ def test_what_is_not_covered_is_refused(
     config = tiny_config(family, **overrides)
     with pytest.raises(UnsupportedModelError, match=message):
         check_model_config(config, LongContextConfig(ring_degree=2))
+
+
+RECURRENT_FAMILIES = [
+    name for name, family in SUPPORTED.items() if set(family.features) & set(RECURRENT)
+]
+
+
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+def test_sizes_are_those_of_the_weights(family: str) -> None:
+    with torch.device("meta"):
+        model = featured_model(family)
+    modules = transformers_api.recurrent_modules(model)
+    layers = recurrent_layers(model.config, batch=3, itemsize=2)
+    assert layers is not None
+    assert layers.num_layers == len(modules)
+    convolutions = [part for part in modules[0].modules() if isinstance(part, torch.nn.Conv1d)]
+    assert layers.channels == sum(part.in_channels for part in convolutions)
+    assert {layers.reach + 1} == {part.kernel_size[0] for part in convolutions}
+    assert layers.channel_bytes == 6
+    decays = {n: w for n, w in modules[0].named_parameters() if n.endswith(("A_log", "dt_bias"))}
+    if layers.recurrence is None:
+        assert not decays
+        return
+    by_head = [weight for name, weight in decays.items() if name.endswith("A_log")]
+    assert [weight.numel() for weight in by_head] == [layers.recurrence.num_heads]
+    numbers = layers.recurrence.num_heads * layers.recurrence.value_dim
+    (out,) = [
+        part
+        for name, part in modules[0].named_modules()
+        if name in ("out_proj", "o_proj") and isinstance(part, torch.nn.Linear)
+    ]
+    assert out.in_features == numbers
+
+
+def test_models_without_them_have_none() -> None:
+    assert recurrent_layers(featured_model("llama").config) is None

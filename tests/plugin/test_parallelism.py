@@ -1,7 +1,8 @@
-"""The mesh, the batches and the gradients of SP x DDP and SP x FSDP2, and what is refused."""
+"""The mesh, batches and gradients of SP x DDP and SP x FSDP2, states on the host, and refusals."""
 
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from accelerate import Accelerator, DataLoaderConfiguration, FullyShardedDataPar
 from accelerate.state import AcceleratorState, PartialState
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.data import DataLoader, IterableDataset
 
 from longctx_patch.config import LongContextConfig
@@ -17,6 +19,7 @@ from longctx_patch.plugin import (
     SequenceParallelismConfig,
     accelerator,
     make_accelerator,
+    states_on_host,
 )
 from longctx_patch.rules.launched import WORLD_VARIABLES
 from tests.plugin.launched import run_launched
@@ -262,3 +265,36 @@ def test_fsdp_reduces_in_float32_and_leaves_the_loss_alone(
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
     assert policy.output_dtype is None
     assert accelerator._exact_fsdp_plugin({"mixed_precision": "no"}).mixed_precision_policy is None
+
+
+@pytest.mark.parametrize("is_fsdp2", [False, True])
+@pytest.mark.parametrize("moved", [False, True])
+def test_states_on_host(is_fsdp2: bool, moved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States are on the host only under FSDP2, if the launcher exports offloading."""
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", str(moved).lower())
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    assert isinstance(plugin.cpu_offload, CPUOffloadPolicy) is moved
+    fake: Any = SimpleNamespace(is_fsdp2=is_fsdp2, state=SimpleNamespace(fsdp_plugin=plugin))
+    assert states_on_host(fake) is (is_fsdp2 and moved)
+
+
+@pytest.mark.parametrize(
+    ("threads", "processes", "found"),
+    [(1, "4", 4), (1, "1", 16), (1, "32", 1), (6, "4", 6), (1, None, 1)],
+)
+def test_processes_share_the_cores(
+    threads: int, processes: str | None, found: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes share 16 cores. A number of threads that the user has set stays, and so does
+    torch's default where the number of processes is unknown."""
+    monkeypatch.setattr(accelerator, "num_cores", lambda: 16)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    taken = [threads]
+    monkeypatch.setattr(torch, "set_num_threads", taken.append)
+    if processes is None:
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    else:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    monkeypatch.setattr(accelerator, "states_on_host", lambda _: True)
+    accelerator._share_cores(SimpleNamespace())
+    assert taken[-1] == found

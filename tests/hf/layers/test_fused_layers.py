@@ -1,4 +1,5 @@
-"""Compiled parts of layers under every policy, FSDP2 and adapters; what Liger Kernel changes."""
+"""Compiled parts of layers under every policy, FSDP2 and adapters, layers that a user compiles, and
+what Liger Kernel changes."""
 
 import os
 from typing import Any
@@ -20,6 +21,7 @@ from longctx_patch.hf.layers.fused_layers import (
 )
 from longctx_patch.kernels.installed import Package
 from longctx_patch.memory.ladder import after_climbs
+from longctx_patch.memory.policies import CheckpointPolicy
 from tests.harness import run_distributed
 from tests.hf.tiny import SUPPORTED, featured_model, gradients, tiny_model
 from tests.memory.trained import Gradients, Trained, adapter, assert_near, averaged
@@ -230,3 +232,36 @@ def test_refusals() -> None:
         fuse_layers(tiny_model(), "triton")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Linear is not a transformers model"):
         fuse_layers(torch.nn.Linear(2, 2), "none")
+
+
+def step_compiled(
+    policy: CheckpointPolicy, *, compiled: bool
+) -> tuple[Gradients, int, int, list[int]]:
+    """(the second step, messages, kernel calls, graphs after each step)."""
+    it = Trained(tiny_model(), length=37, ulysses_degree=2, checkpoint=policy)
+    if compiled:
+        for layer in it.handle.model.get_decoder().layers:
+            layer.compile(backend="aot_eager")
+    graphs = []
+    for _ in range(2):
+        found = it.step()
+        graphs.append(counters["stats"]["unique_graphs"])
+    it.handle.unpatch()
+    totals = it.handle.counters
+    return found, totals.messages, totals.kernel_calls, graphs
+
+
+def check_compiled(rank: int) -> None:
+    policies: tuple[CheckpointPolicy, ...] = ("none", "attention")
+    for policy in policies:
+        eager, *sent, _ = step_compiled(policy, compiled=False)
+        found, *sent_compiled, graphs = step_compiled(policy, compiled=True)
+        assert sent_compiled == sent
+        assert_near(found, eager, 1e-5)
+        assert graphs[1] == graphs[0] > 0, "a batch of the same length is compiled no more"
+    for reason in counters["graph_break"]:
+        assert "torch.compiler.disable" in reason
+
+
+def test_compiled_layers_are_exact_and_compiled_once() -> None:
+    run_distributed(check_compiled, 2)
