@@ -19,7 +19,7 @@ from longctx_patch import (
 )
 from longctx_patch.families.checks import EXACT_ADAPTERS, INEXACT_LORA
 from tests.hf.float64 import padded_rows
-from tests.hf.on_ranks import on_ranks
+from tests.hf.steps import on_ranks
 from tests.hf.tiny import tiny_model
 
 TARGETS: dict[str, Any] = {"target_modules": ["q_proj", "v_proj", "down_proj"]}

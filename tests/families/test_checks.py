@@ -1,5 +1,5 @@
-"""The table of support: the tiny models have what it says, and what is not covered is refused; sizes
-of recurrent layers from a config are those of the weights that it makes."""
+"""The table of support: the tiny models have what it says, and what is not covered is refused.
+Sizes of recurrent layers from a config are those of the weights that it makes."""
 
 import pytest
 import torch

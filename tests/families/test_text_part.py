@@ -19,9 +19,8 @@ from longctx_patch.families.supported import FAMILIES
 from longctx_patch.families.text_part import TEXT_TYPES, auto_class, text_weights
 from longctx_patch.plugin import NeedsWholeReading, text_model, unread_model
 from longctx_patch.verification.shrink import keep_float64
-from tests.hf.on_ranks import step_of_ranks
 from tests.hf.seeing import WHOLE, seeing_model, text_rows
-from tests.hf.steps import Step, errors
+from tests.hf.steps import Step, errors, step_of_ranks
 from tests.hf.tiny import gradients
 from tests.reference import relative_error
 

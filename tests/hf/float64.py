@@ -11,8 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from longctx_patch import LongContextConfig, PatchHandle
 from longctx_patch.verification.shrink import keep_float64
-from tests.hf.on_ranks import nothing, step_of_ranks
-from tests.hf.steps import Step, errors
+from tests.hf.steps import Step, errors, nothing, step_of_ranks
 from tests.hf.tiny import VOCABULARY, featured_model, gradients
 
 TOKENS = 37

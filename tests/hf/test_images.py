@@ -20,9 +20,8 @@ from longctx_patch.sequence.masks import bidirectional
 from longctx_patch.verification import verify
 from longctx_patch.verification.shrink import keep_float64
 from tests.hf.float64 import WAYS, backward, stock_loss
-from tests.hf.on_ranks import on_ranks, step_of_ranks
 from tests.hf.seeing import WHOLE, seeing_config, seeing_model, seen_rows, text_rows
-from tests.hf.steps import collated
+from tests.hf.steps import collated, on_ranks, step_of_ranks
 from tests.reference import relative_error
 
 SEEING = [name for name in WHOLE if name.split()[0] in FAMILIES]

@@ -23,7 +23,7 @@ from tests.hf.float64 import (
     packed_row,
     padded_rows,
 )
-from tests.hf.on_ranks import on_ranks
+from tests.hf.steps import on_ranks
 from tests.hf.tiny import SUPPORTED, VOCABULARY, featured_model, tiny_model
 
 LATENT_FAMILIES = [name for name, family in SUPPORTED.items() if LATENT in family.features]

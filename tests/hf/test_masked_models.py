@@ -22,8 +22,7 @@ from tests.hf import float64
 from tests.hf.by_documents import whole_row
 from tests.hf.features import WINDOW
 from tests.hf.float64 import stock_loss
-from tests.hf.on_ranks import step_of_ranks
-from tests.hf.steps import Rows, Step, collated, complaints, errors, sharded_step
+from tests.hf.steps import Rows, Step, collated, complaints, errors, sharded_step, step_of_ranks
 from tests.hf.tiny import featured_model, gradients, token_rows
 from tests.masked import Table, same_document
 

@@ -12,9 +12,8 @@ from torch.nn.functional import cross_entropy
 from longctx_patch import LongContextConfig, PatchHandle, patch
 from longctx_patch.transport.meeting import SequenceParallelismError
 from tests.harness import run_distributed
-from tests.hf.on_ranks import on_ranks, step_of_ranks
 from tests.hf.row_batches import BATCHES, DOCUMENTS, LENGTHS, ONE_ROW
-from tests.hf.steps import Step, collated, complaints
+from tests.hf.steps import Step, collated, complaints, on_ranks, step_of_ranks
 from tests.hf.tiny import SUPPORTED, featured_model, gradients, precise_model
 from tests.reference import relative_error
 

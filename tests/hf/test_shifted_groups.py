@@ -19,8 +19,7 @@ from longctx_patch.sequence.documents import Documents
 from longctx_patch.verification.shrink import keep_float64
 from tests.hf import float64
 from tests.hf.float64 import backward, packed_row, padded_rows, stock_loss
-from tests.hf.on_ranks import step_of_ranks
-from tests.hf.steps import Step, errors
+from tests.hf.steps import Step, errors, step_of_ranks
 from tests.hf.tiny import featured_model, tiny_model
 from tests.reference import relative_error
 

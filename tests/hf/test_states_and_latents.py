@@ -16,8 +16,7 @@ from longctx_patch.families.family import CONVOLUTION, LATENT, RECURRENT
 from tests.covering import covering_all_of_two
 from tests.hf.by_documents import padded_rows, stock_step, whole_row
 from tests.hf.float64 import in_float64
-from tests.hf.on_ranks import step_of_ranks
-from tests.hf.steps import Step, errors
+from tests.hf.steps import Step, errors, step_of_ranks
 from tests.hf.tiny import SUPPORTED
 
 TOLERANCE = 1e-10

@@ -17,9 +17,8 @@ from longctx_patch import LongContextConfig, PatchHandle, SequenceParallelismErr
 from longctx_patch.hf.handle import evaluation_mode
 from longctx_patch.loss import token_log_probs as tiles
 from tests.harness import run_distributed
-from tests.hf.on_ranks import on_ranks, reduced
 from tests.hf.row_batches import BATCHES, DOCUMENTS, Batch, of_documents
-from tests.hf.steps import Step, collated, complaints, over_ranks
+from tests.hf.steps import Step, collated, complaints, on_ranks, over_ranks, reduced
 from tests.hf.tiny import VOCABULARY, featured_model, gradients
 from tests.loss.test_linear_cross_entropy import Work
 from tests.reference import relative_error

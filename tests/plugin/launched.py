@@ -1,7 +1,5 @@
-"""Processes with the environment that `accelerate launch` gives its children.
-
-The processes set up torch.distributed themselves, through Accelerate, which is under test.
-"""
+"""Processes with the environment that `accelerate launch` gives its children, which set up
+torch.distributed through Accelerate; and FSDP2 on the CPU, where Accelerate has it on GPUs only."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -9,10 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
-from accelerate import PartialState
+from accelerate import FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import DistributedType
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from longctx_patch import LongContextConfig, make_accelerator
 from longctx_patch.rules.launched import flag
 from tests.harness import run_distributed
 from tests.meeting import ENVIRONMENT, held_ports
@@ -62,3 +64,33 @@ def sharding_on_cpus() -> Iterator[None]:
         ),
     ):
         yield
+
+
+def fsdp2_on_cpu(config: LongContextConfig, precision: str = "no") -> Any:
+    """An Accelerator of `make_accelerator` that takes its processes for ones under FSDP2."""
+    accelerator: Any = make_accelerator(config, mixed_precision=precision)
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", reshard_after_forward=True
+    )
+    return accelerator
+
+
+def whole(tensor: Any) -> Tensor:
+    """All of a parameter of which each rank has a part; collective."""
+    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found.detach().clone()
+
+
+def has_part_of_gradient(parameter: Any) -> bool:
+    """Whether a sharded parameter holds its rank's part of the gradient, and only this."""
+    gradient = parameter.grad
+    if not isinstance(gradient, DTensor) or not isinstance(parameter.data, DTensor):
+        return False
+    local, mine = gradient.to_local(), parameter.data.to_local()
+    return local.shape == mine.shape and local.numel() < parameter.numel()
+
+
+def bits(tensor: Tensor) -> tuple[torch.dtype, bytes]:
+    """What two tensors share only if they are equal to the last bit."""
+    return tensor.dtype, tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()

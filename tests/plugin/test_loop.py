@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader
 
 from longctx_patch import LongContextConfig, SequenceShardCollator, make_accelerator, patch
 from tests.hf.tiny import tiny_model, token_rows
-from tests.plugin.launched import run_launched, sharding_on_cpus
-from tests.plugin.sharded import has_part_of_gradient
+from tests.plugin.launched import has_part_of_gradient, run_launched, sharding_on_cpus
 from tests.reference import relative_error
 from tests.trainer.trained import weights_of
 

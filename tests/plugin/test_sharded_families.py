@@ -10,8 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from longctx_patch import LongContextConfig, patch
 from longctx_patch.hf.model.transformers_api import decoder_layers
 from tests.hf.tiny import SUPPORTED, gradients, precise_model
-from tests.plugin.launched import run_launched
-from tests.plugin.sharded import fsdp2_on_cpu, whole
+from tests.plugin.launched import fsdp2_on_cpu, run_launched, whole
 from tests.reference import relative_error
 
 NUM_RANKS, LENGTH, SEED = 2, 64, 3

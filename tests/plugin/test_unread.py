@@ -27,8 +27,7 @@ from longctx_patch.plugin.stored_check import check_stored
 from tests.harness import run_distributed
 from tests.hf.tiny import featured_model, tiny_config, token_rows
 from tests.memory.live_bytes import LiveBytes
-from tests.plugin.launched import run_launched
-from tests.plugin.sharded import bits, fsdp2_on_cpu, whole
+from tests.plugin.launched import bits, fsdp2_on_cpu, run_launched, whole
 
 CPU = torch.device("cpu")
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

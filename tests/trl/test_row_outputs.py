@@ -14,9 +14,8 @@ from trl.trainer.utils import add_fused_lm_head
 
 from longctx_patch import LongContextConfig, PatchHandle, patch
 from longctx_patch.data.whole_rows import HeadScores
-from tests.hf.on_ranks import on_ranks, reduced
 from tests.hf.row_batches import BATCHES, DOCUMENTS, LENGTHS, Batch
-from tests.hf.steps import Step, complaints
+from tests.hf.steps import Step, complaints, on_ranks, reduced
 from tests.hf.tiny import VOCABULARY, featured_model, gradients
 from tests.reference import relative_error
 

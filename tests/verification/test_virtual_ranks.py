@@ -19,8 +19,7 @@ from longctx_patch.hf.loss import shard_loss
 from longctx_patch.loss.law import Scale
 from longctx_patch.transport import VirtualTransport
 from tests.hf.float64 import TOKENS, packed_row, padded_rows
-from tests.hf.on_ranks import on_ranks
-from tests.hf.steps import collated
+from tests.hf.steps import collated, on_ranks
 from tests.hf.tiny import featured_model, tiny_model, token_rows
 
 RING = LongContextConfig(ring_degree=4)

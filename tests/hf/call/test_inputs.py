@@ -1,5 +1,5 @@
-"""Documents beyond what a model's RoPE reaches, unless that is allowed by name, ids and labels beyond
-its vocabulary, and a cache by either name are refused before a kernel meets them, by every rank."""
+"""Every rank refuses documents beyond what a model's RoPE reaches, unless that is allowed by name,
+ids and labels beyond its vocabulary, and a cache by either name, before a kernel meets them."""
 
 import copy
 from dataclasses import replace
@@ -12,8 +12,7 @@ from transformers import DynamicCache
 from longctx_patch import LongContextConfig, PatchHandle, patch
 from longctx_patch.hf.call.inputs import check_whole_rows, input_problem
 from longctx_patch.hf.model.transformers_api import CACHE_NAMES, cache_name
-from tests.hf.on_ranks import on_ranks
-from tests.hf.steps import collated
+from tests.hf.steps import collated, on_ranks
 from tests.hf.tiny import VOCABULARY, featured_model, tiny_model, token_rows
 
 REACH = 24

@@ -1,5 +1,5 @@
-"""Kernels of recurrent layers: a convolution's is given the tokens before a shard as a state where it
-takes one, and rows of more tokens than one can count are cut up, or refused on the stock path."""
+"""Kernels of recurrent layers: a convolution's is given the tokens before a shard as a state where
+it takes one, and rows that one can't count are cut up, or refused on the stock path."""
 
 import copy
 from collections.abc import Callable

@@ -18,7 +18,7 @@ from longctx_patch.plans.recurrent import RecurrentWay
 from longctx_patch.plans.traffic import Traffic
 from tests.hf.by_documents import whole_row
 from tests.hf.call.test_mixers import DOCUMENTS, LENGTH
-from tests.hf.on_ranks import on_ranks, step_of_ranks
+from tests.hf.steps import on_ranks, step_of_ranks
 from tests.hf.tiny import SUPPORTED, featured_model
 
 

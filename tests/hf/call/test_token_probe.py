@@ -16,7 +16,7 @@ from longctx_patch import (
     verify_on_virtual_ranks,
 )
 from tests.hf.float64 import padded_rows
-from tests.hf.on_ranks import on_ranks
+from tests.hf.steps import on_ranks
 from tests.hf.tiny import tiny_model
 
 TWO = LongContextConfig(ring_degree=2, checkpoint="full")

@@ -1,5 +1,5 @@
 """Passes of a model with the loss inside its head: those without labels are stock; those that would
-bypass the loss or change its logits are refused or use full logits."""
+bypass the loss, change its logits or have gradients in evaluation mode are refused."""
 
 from types import MethodType
 from typing import Any
@@ -13,7 +13,8 @@ from longctx_patch import LongContextConfig, patch
 from longctx_patch.config import LossName
 from tests.hf.loss.test_lm_head import LENGTH, collated
 from tests.hf.steps import TOLERANCE
-from tests.hf.tiny import VOCABULARY, tiny_model
+from tests.hf.tiny import VOCABULARY, tiny_model, token_rows
+from tests.memory.trained import Trained
 from tests.reference import relative_error
 
 
@@ -130,3 +131,46 @@ def test_logits_that_change_on_their_way_are_noticed() -> None:
     model.forward = MethodType(forward, model)
     with pytest.raises(RuntimeError, match=r"something changes the logits .*loss='logits'"):
         model(**collated(handle))
+
+
+REFUSAL = r"gradients in evaluation mode.*no layer would be checkpointed.*Call model\.train\(\)"
+
+
+def patched(**config: Any) -> tuple[Any, dict[str, Any]]:
+    """A patched model in evaluation mode and a sharded batch with labels."""
+    it = Trained(tiny_model().eval(), **config)
+    return it.model, it.collate(token_rows(16))
+
+
+def unlabelled(batch: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in batch.items() if "labels" not in name}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"checkpoint": "none"}, {"checkpoint": "attention", "loss": "logits"}, {"checkpoint": "auto"}],
+)
+def test_a_loss_with_gradients_is_refused_until_the_model_trains(config: dict[str, Any]) -> None:
+    model, batch = patched(**config)
+    with pytest.raises(ValueError, match=REFUSAL):
+        model(**batch)
+    with torch.no_grad():
+        evaluated = model(**batch).loss
+    model.train()
+    loss = model(**batch).loss
+    loss.backward()
+    assert torch.equal(loss.detach(), evaluated)
+
+
+def test_passes_that_nobody_goes_backward_from_are_allowed() -> None:
+    """Scoring without labels (as a reward model does), and a model with frozen parameters."""
+    model, batch = patched(checkpoint="full")
+    scores = model(**unlabelled(batch)).logits
+    assert scores.requires_grad
+    with pytest.raises(ValueError, match=REFUSAL):
+        scores.sum().backward()
+    whole = {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}
+    model(**whole).loss.backward()  # whole rows take the stock path
+    assert model.generate(batch["input_ids"], max_new_tokens=2).shape == (2, 18)
+    model.requires_grad_(False)
+    assert not model(**batch).loss.requires_grad

@@ -1,11 +1,20 @@
-"""Plans of the next batch are made beside the step, not in it."""
+"""Plans of the next batch are made beside the step; whoever copies a patched model is told what to
+do instead."""
 
+import copy
+import io
+import multiprocessing
+import pickle
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
 
+from longctx_patch import LongContextConfig, patch
 from longctx_patch.hf.handle import ahead
 from longctx_patch.plans.generators.setting import Setting
 from tests.harness import run_distributed
@@ -80,3 +89,35 @@ def test_packed_steps_find_their_plans_made() -> None:
     """They do from the third step on: only the first step shows which layers there are."""
     for made in run_distributed(plans_made_in_steps, 2):
         assert made == [2, 2, 0, 0]
+
+
+def spawn(given: Any) -> None:
+    """A process that is not forked gets its arguments by pickle."""
+    multiprocessing.get_context("spawn").Process(target=print, args=(given,)).start()
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": pickle.dumps,
+    "torch.save": lambda given: torch.save(given, io.BytesIO()),
+    "spawn": spawn,
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("wrap", [None, nn.Sequential, "peft"])
+def test_a_patched_model_is_not_copied(how: str, wrap: Any) -> None:
+    model: Any = tiny_model()
+    whole = (
+        model if wrap != "peft" else get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    )
+    handle = patch(whole, LongContextConfig())
+    whole = nn.Sequential(model) if wrap is nn.Sequential else whole
+    message = r"can't be copied or pickled: .* before patch\(\) .*model.state_dict\(\)"
+    for given in (whole, handle):
+        with pytest.raises(ValueError, match=message):
+            COPIES[how](given)
+    torch.save(whole.state_dict(), io.BytesIO())
+    handle.unpatch()
+    if how != "spawn":
+        COPIES[how](whole)
