@@ -39,7 +39,7 @@ from longctx_patch.hf.model.transformers_api import recurrent_modules
 from longctx_patch.sequence.layout import Interval
 from longctx_patch.verification.shrink import keep_float64
 from tests.harness import run_distributed
-from tests.hf.by_documents import stock_step, whole_row
+from tests.hf.float64 import stock_step, whole_row
 from tests.hf.steps import Step, errors
 from tests.hf.tiny import SUPPORTED, featured_model, gradients, mean_over_ranks
 from tests.reference import relative_error

@@ -19,8 +19,7 @@ from longctx_patch.hf.model.stock_model import stock_model
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.masks import bidirectional
-from tests.hf.by_documents import stock_step, whole_row
-from tests.hf.float64 import in_float64
+from tests.hf.float64 import in_float64, stock_step, whole_row
 from tests.hf.steps import Step, collated, errors, on_ranks, step_of_ranks
 from tests.hf.tiny import featured_config, featured_model, gradients, token_rows
 from tests.reference import relative_error

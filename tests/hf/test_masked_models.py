@@ -19,9 +19,8 @@ from longctx_patch.sequence.masks import Mask, bidirectional, block_sparse, caus
 from longctx_patch.verification.shrink import keep_float64
 from tests.harness import run_distributed
 from tests.hf import float64
-from tests.hf.by_documents import whole_row
 from tests.hf.features import WINDOW
-from tests.hf.float64 import stock_loss
+from tests.hf.float64 import stock_loss, whole_row
 from tests.hf.steps import Rows, Step, collated, complaints, errors, sharded_step, step_of_ranks
 from tests.hf.tiny import featured_model, gradients, token_rows
 from tests.masked import Table, same_document

@@ -14,8 +14,7 @@ import pytest
 from longctx_patch import LongContextConfig, PatchHandle
 from longctx_patch.families.family import CONVOLUTION, LATENT, RECURRENT
 from tests.covering import covering_all_of_two
-from tests.hf.by_documents import padded_rows, stock_step, whole_row
-from tests.hf.float64 import in_float64
+from tests.hf.float64 import documents_padded, in_float64, stock_step, whole_row
 from tests.hf.steps import Step, errors, step_of_ranks
 from tests.hf.tiny import SUPPORTED
 
@@ -102,7 +101,7 @@ def test_every_pair_of_circumstances_is_exact(family: str) -> None:
         if rows not in wanted:
             wanted[rows] = stock_step(copy.deepcopy(model), lengths)
         config = config_of(family, degrees, place, policy, what)
-        batch = padded_rows(lengths) if rows == "padded" else whole_row(lengths)
+        batch = documents_padded(lengths) if rows == "padded" else whole_row(lengths)
         step = step_of_ranks(model, config, batch, says_what_travels)
         assert step.logits is not None
         if rows == "padded":

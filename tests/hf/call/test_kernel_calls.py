@@ -15,7 +15,6 @@ from longctx_patch.engine.chain.convolution import in_a_row
 from longctx_patch.hf.call import mixer_kernels
 from longctx_patch.hf.call.mixer_kernels import Countable, countable
 from longctx_patch.hf.model.transformers_api import recurrent_modules
-from tests.hf.by_documents import stock_step, whole_row
 from tests.hf.call.test_mixers import (
     CHAINED,
     LENGTH,
@@ -25,7 +24,7 @@ from tests.hf.call.test_mixers import (
     assert_exact,
     install_kernels,
 )
-from tests.hf.float64 import in_float64
+from tests.hf.float64 import in_float64, stock_step, whole_row
 from tests.hf.tiny import featured_model
 from tests.reference import relative_error
 

@@ -17,7 +17,6 @@ from longctx_patch.engine.chain.state_space import StateSpace
 from longctx_patch.hf.model.sequence_kernels import functions_of, kernel_takes
 from longctx_patch.hf.model.transformers_api import recurrent_modules
 from longctx_patch.sequence.documents import Documents
-from tests.hf.by_documents import stock_step
 from tests.hf.call.test_mixers import (
     CHAINED,
     DOCUMENTS,
@@ -26,7 +25,7 @@ from tests.hf.call.test_mixers import (
     install,
     install_kernels,
 )
-from tests.hf.float64 import in_float64
+from tests.hf.float64 import in_float64, stock_step
 
 FAMILIES = [
     name

@@ -26,9 +26,8 @@ from longctx_patch.hf.model.sequence_kernels import (
     runs_kernel,
 )
 from longctx_patch.hf.model.transformers_api import recurrent_modules
-from tests.hf.by_documents import stock_step, whole_row
 from tests.hf.call.test_mixers import CHAINED, LENGTH, assert_exact, install
-from tests.hf.float64 import in_float64
+from tests.hf.float64 import in_float64, stock_step, whole_row
 from tests.hf.tiny import featured_model
 
 TORCH = LongContextConfig(torch_recurrence=True)

@@ -16,8 +16,8 @@ from longctx_patch.hf.model.transformers_api import CALL_KEY, recurrent_modules
 from longctx_patch.planner.recurrent_cost import row_of
 from longctx_patch.plans.recurrent import RecurrentWay
 from longctx_patch.plans.traffic import Traffic
-from tests.hf.by_documents import whole_row
 from tests.hf.call.test_mixers import DOCUMENTS, LENGTH
+from tests.hf.float64 import whole_row
 from tests.hf.steps import on_ranks, step_of_ranks
 from tests.hf.tiny import SUPPORTED, featured_model
 

@@ -20,8 +20,7 @@ from longctx_patch.hf.model import transformers_api
 from longctx_patch.hf.model.sequence_kernels import KERNELS, functions_of, torch_function
 from longctx_patch.sequence.masks import causal
 from longctx_patch.verification.shrink import keep_float64
-from tests.hf.by_documents import stock_step, whole_row
-from tests.hf.float64 import in_float64
+from tests.hf.float64 import in_float64, stock_step, whole_row
 from tests.hf.steps import Step, errors, nothing, on_ranks, step_of_ranks
 from tests.hf.tiny import SUPPORTED, featured_model
 from tests.reference import relative_error

@@ -12,9 +12,8 @@ import torch
 
 from longctx_patch import LongContextConfig, PatchHandle, patch
 from longctx_patch.hf.call.stock_documents import check_one_document
-from tests.hf.by_documents import stock_step, whole_row
 from tests.hf.call.test_mixers import DOCUMENTS, LENGTH, THOROUGH, TOLERANCE
-from tests.hf.float64 import in_float64
+from tests.hf.float64 import in_float64, stock_step, whole_row
 from tests.hf.steps import on_ranks
 from tests.hf.tiny import featured_model
 from tests.reference import relative_error
