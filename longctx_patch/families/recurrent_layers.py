@@ -7,9 +7,7 @@ from typing import Any, NamedTuple
 from longctx_patch.families.facts import ModelFacts, given, text_config
 from longctx_patch.families.family import CONVOLUTION, DELTA, STATE_SPACE
 from longctx_patch.families.supported import FAMILIES
-from longctx_patch.plans.chain import ChainTraffic
-from longctx_patch.plans.recurrent import RecurrentShape, RecurrentWay
-from longctx_patch.plans.recurrent_traffic import Row, convolution_traffic, recurrence_traffic
+from longctx_patch.plans.recurrent import RecurrentShape
 
 _Sizes = tuple[RecurrentShape | None, int, int]
 """(sizes of the recurrence, channels and tokens of the convolution)"""
@@ -50,20 +48,6 @@ def kernel_packages(config: Any) -> tuple[str, ...]:
     empty if it has none."""
     kind = _kind_of(text_config(config))
     return () if kind is None else kind.packages
-
-
-def layer_traffic(layers: RecurrentLayers, row: Row, way: RecurrentWay) -> tuple[ChainTraffic, ...]:
-    """What each rank sends for one of the layers.
-
-    Keys travel as the newest transformers hands them to the kernel; 5.17 repeats those of gated
-    delta nets for each value head before. Outputs of Mamba-2 are counted in the model's dtype, as
-    its kernels give them; transformers' torch function gives float32 or wider.
-    """
-    found = convolution_traffic(layers.channels, layers.reach, layers.channel_bytes, row)
-    if layers.recurrence is None:
-        return found
-    of_recurrence = recurrence_traffic(layers.recurrence, row, way)
-    return tuple(a.plus(b) for a, b in zip(found, of_recurrence, strict=True))
 
 
 def _channels(shape: RecurrentShape) -> int:

@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 from longctx_patch import LongContextConfig, PatchHandle, patch
-from longctx_patch.families.recurrent_layers import layer_traffic, recurrent_layers
+from longctx_patch.families.recurrent_layers import RecurrentLayers, recurrent_layers
 from longctx_patch.hf.model.transformers_api import CALL_KEY, recurrent_modules
 from longctx_patch.planner.recurrent_cost import row_of
+from longctx_patch.plans.chain import ChainTraffic
 from longctx_patch.plans.recurrent import RecurrentWay
+from longctx_patch.plans.recurrent_traffic import Row, convolution_traffic, recurrence_traffic
 from longctx_patch.plans.traffic import Traffic
 from tests.hf.call.test_mixers import DOCUMENTS, LENGTH
 from tests.hf.float64 import whole_row
@@ -87,6 +89,15 @@ def _begins(mixer: Any, _: Any, kwargs: dict[str, Any]) -> None:
 def _ends(mixer: Any, _: Any, kwargs: dict[str, Any], __: Any) -> None:
     now, before = kwargs[CALL_KEY].group.counters.sent_ever(), mixer.sent.pop()
     mixer.sent.append(Traffic(now[0] - before.messages, now[1] - before.bytes))
+
+
+def layer_traffic(layers: RecurrentLayers, row: Row, way: RecurrentWay) -> list[ChainTraffic]:
+    """What each rank sends for one layer; keys travel as the newest transformers hands them on."""
+    found = convolution_traffic(layers.channels, layers.reach, layers.channel_bytes, row)
+    if layers.recurrence is None:
+        return list(found)
+    of_recurrence = recurrence_traffic(layers.recurrence, row, way)
+    return [a.plus(b) for a, b in zip(found, of_recurrence, strict=True)]
 
 
 @pytest.mark.parametrize("case", [each for each in cases() if each.family in SUPPORTED], ids=str)
