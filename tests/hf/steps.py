@@ -2,8 +2,7 @@
 two steps."""
 
 import copy
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -76,15 +75,12 @@ def over_ranks(loss: Tensor, model: Any) -> Step:
     return Step(total[0], shaped)
 
 
-def complaints(
-    found: Step, wanted: Step, where: object, bounds: Mapping[str, float] = MappingProxyType({})
-) -> list[str]:
-    """How a step differs from the wanted one, in words; empty if it does not. `bounds`: errors that
-    some gradients may have, beside `TOLERANCE`."""
+def complaints(found: Step, wanted: Step, where: object, bound: float = TOLERANCE) -> list[str]:
+    """How a step differs from the wanted one, in words; empty if it does not."""
     if found.grads.keys() != wanted.grads.keys():
         return [f"{where}: gradients of other parameters"]
     differs = errors(found, wanted)
-    wrong = [name for name, error in differs.items() if not error < bounds.get(name, TOLERANCE)]
+    wrong = [name for name, error in differs.items() if not error < bound]
     return [f"{where}: {name} differs by {differs[name]:.1e}" for name in wrong[:3]]
 
 

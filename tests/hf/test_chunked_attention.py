@@ -20,7 +20,7 @@ from longctx_patch.plans.traffic import Traffic
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.masks import bidirectional
 from tests.hf.float64 import in_float64, stock_step, whole_row
-from tests.hf.steps import Step, collated, errors, on_ranks, step_of_ranks
+from tests.hf.steps import Step, collated, complaints, on_ranks, step_of_ranks
 from tests.hf.tiny import featured_config, featured_model, gradients, token_rows
 from tests.reference import relative_error
 
@@ -72,8 +72,7 @@ def test_every_layout_and_plan_is_exact(lengths: tuple[int, ...]) -> None:
     wanted = stock_step(copy.deepcopy(model), lengths)
     for config in CONFIGS:
         found = sharded_step(model, config, lengths)
-        wrong = {n: error for n, error in errors(found, wanted).items() if not error < 1e-10}
-        assert not wrong, (config.degrees_in_words, config.layout, config.plan, wrong)
+        assert not complaints(found, wanted, config, bound=1e-10)
 
 
 def test_the_mask_is_that_of_transformers_in_each_document() -> None:

@@ -21,7 +21,7 @@ from longctx_patch.hf.model.sequence_kernels import KERNELS, functions_of, torch
 from longctx_patch.sequence.masks import causal
 from longctx_patch.verification.shrink import keep_float64
 from tests.hf.float64 import in_float64, stock_step, whole_row
-from tests.hf.steps import Step, errors, nothing, on_ranks, step_of_ranks
+from tests.hf.steps import Step, complaints, errors, nothing, on_ranks, step_of_ranks
 from tests.hf.tiny import SUPPORTED, featured_model
 from tests.reference import relative_error
 
@@ -69,9 +69,8 @@ def assert_exact(
 ) -> Step:
     """Compare with the stock step, which is returned, unless another one is wanted."""
     wanted = wanted or stock_step(copy.deepcopy(model), lengths)
-    found = errors(step_of_ranks(model, config, whole_row(lengths), check), wanted)
-    wrong = {name: error for name, error in found.items() if not error < TOLERANCE}
-    assert not wrong, (config, wrong)
+    found = step_of_ranks(model, config, whole_row(lengths), check)
+    assert not complaints(found, wanted, config, bound=TOLERANCE)
     return wanted
 
 
