@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -223,12 +224,7 @@ def seen_rows(family: str, *, video: bool = False) -> dict[str, Any]:
                     ids[row, place], ids[row, place + 1 : place + 1 + size] = START, token
                     kinds[row, place + 1 : place + 1 + size] = kind
                     place += size + 2
-    ids[mask == 0] = 0
-    labels = ids.clone()
-    labels[(mask == 0) | (kinds > 0)] = -100
-    labels[:, :9] = -100
-    batch: dict[str, Any] = {"input_ids": ids, "labels": labels, "attention_mask": mask}
-    batch["mm_token_type_ids"] = kinds
+    batch = _labelled(ids, mask, prompt=9) | {"mm_token_type_ids": kinds}
     for name, all_grids in (("image", pictures), ("video", videos)):
         sizes = torch.tensor([grid for row in all_grids for grid in row])
         if len(sizes):
@@ -238,32 +234,40 @@ def seen_rows(family: str, *, video: bool = False) -> dict[str, Any]:
     return batch
 
 
-def _gemma_rows() -> dict[str, Any]:
-    draw = torch.Generator().manual_seed(7)
-    length, tokens = 41, 4
+def _labelled(ids: Tensor, mask: Tensor, prompt: int = 0) -> dict[str, Any]:
+    """Rows with labels of text after the prompt."""
+    ids = ids.masked_fill(mask == 0, 0)
+    labels = ids.masked_fill((mask == 0) | (ids == IMAGE) | (ids == VIDEO), -100)
+    labels[:, :prompt] = -100
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+
+def _uneven_rows() -> tuple[torch.Generator, Tensor, Tensor]:
+    """Ids and mask of two rows of text."""
+    draw, length = torch.Generator().manual_seed(7), 41
     ids = torch.randint(1, IMAGE, (2, length), generator=draw)
-    kinds, mask = torch.zeros_like(ids), torch.ones_like(ids)
-    for place in (3, 14, 14 + tokens):  # together longer than the window
-        kinds[:, place : place + tokens] = 1
+    mask = torch.ones_like(ids)
     mask[0, length - 3 :] = mask[1, length - 11 :] = 0
-    ids = ids.masked_fill(kinds == 1, IMAGE).masked_fill(mask == 0, 0)
-    labels = ids.masked_fill((mask == 0) | (kinds == 1), -100)
+    return draw, ids, mask
+
+
+def _gemma_rows() -> dict[str, Any]:
+    draw, ids, mask = _uneven_rows()
+    ids[:, 3:7] = ids[:, 14:22] = IMAGE  # the last two are together longer than the window
     pixels = torch.randn(6, 3, 8, 8, generator=draw)
-    batch = {"input_ids": ids, "labels": labels, "attention_mask": mask, "token_type_ids": kinds}
-    return batch | {"pixel_values": pixels}
+    batch = _labelled(ids, mask) | {"pixel_values": pixels}
+    return batch | {"token_type_ids": (ids == IMAGE).long()}
 
 
 def _gemma_4_rows(video: bool, patches_of_token: int) -> dict[str, Any]:
     """Two rows with two pictures each, neighbours, in the same places; `video`: and with one of two
     frames. The second picture has fewer patches than the first."""
-    draw = torch.Generator().manual_seed(7)
-    length, most, side = 41, 4 * patches_of_token, math.isqrt(patches_of_token)
-    ids = torch.randint(1, IMAGE, (2, length), generator=draw)
-    mask, kinds = torch.ones_like(ids), torch.zeros_like(ids)
-    mask[0, length - 3 :] = mask[1, length - 11 :] = 0
+    draw, ids, mask = _uneven_rows()
+    most, side = 4 * patches_of_token, math.isqrt(patches_of_token)
+    kinds = torch.zeros_like(ids)
     ids[:, 3:9], kinds[:, 3:9] = IMAGE, 1
 
-    def patches(sizes: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    def patches(sizes: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
         """(numbers, places) of pictures of so many tokens in width and height."""
         places = torch.full((len(sizes), most, 2), -1)
         for number, (wide, high) in enumerate(sizes):
@@ -279,28 +283,19 @@ def _gemma_4_rows(video: bool, patches_of_token: int) -> dict[str, Any]:
         pixels, places = patches([(1, 2)] * 4)
         batch |= {"pixel_values_videos": pixels, "video_position_ids": places}
         batch["num_frames_per_video"] = torch.tensor([2, 2])
-    ids = ids.masked_fill(mask == 0, 0)
-    labels = ids.masked_fill((mask == 0) | (kinds > 0), -100)
-    batch |= {"input_ids": ids, "labels": labels, "attention_mask": mask}
-    return batch | {"mm_token_type_ids": kinds}
+    return batch | _labelled(ids, mask) | {"mm_token_type_ids": kinds}
 
 
 def _mistral_rows() -> dict[str, Any]:
     """Two rows of uneven lengths, with three pictures of two sizes."""
-    draw = torch.Generator().manual_seed(7)
-    length, sizes = 41, ((8, 8), (8, 4), (4, 8))
-    ids = torch.randint(1, IMAGE, (2, length), generator=draw)
-    mask = torch.ones_like(ids)
-    mask[0, length - 3 :] = mask[1, length - 11 :] = 0
+    sizes = ((8, 8), (8, 4), (4, 8))
+    draw, ids, mask = _uneven_rows()
     for (row, place), (height, width) in zip(((0, 2), (0, 20), (1, 14)), sizes, strict=True):
         ids[row, place : place + height * width // 16] = IMAGE
-    ids = ids.masked_fill(mask == 0, 0)
-    labels = ids.masked_fill((mask == 0) | (ids == IMAGE), -100)
-    labels[:, :7] = -100
     pixels = torch.zeros(3, 3, 8, 8)
     for number, (height, width) in enumerate(sizes):
         pixels[number, :, :height, :width] = torch.randn(3, height, width, generator=draw)
-    batch = {"input_ids": ids, "labels": labels, "attention_mask": mask}
+    batch = _labelled(ids, mask, prompt=7)
     return batch | {"pixel_values": pixels, "image_sizes": torch.tensor(sizes)}
 
 
@@ -342,11 +337,11 @@ def pictured_rows(
     return found
 
 
-def seen_together(family: str, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+def seen_together(family: str, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
     """A batch of them, padded on the right."""
     longest = max(len(row["input_ids"]) for row in rows)
 
-    def stacked(name: str, value: int) -> torch.Tensor:
+    def stacked(name: str, value: int) -> Tensor:
         return torch.tensor([row[name] + [value] * (longest - len(row[name])) for row in rows])
 
     lengths = torch.tensor([len(row["input_ids"]) for row in rows])
