@@ -34,7 +34,7 @@ def test_each_family_under_one_of_the_ways(number: int) -> None:
         }
 
 
-@pytest.mark.parametrize("number", [1, 4])
+@pytest.mark.parametrize("number", [1, 3, 4, 5])
 def test_layers_that_share_keys_or_differ_in_their_heads(number: int) -> None:
     batch = packed_row() if number % 2 else padded_rows()
     assert_exact(in_float64("gemma4_text"), LongContextConfig(**WAYS[number]), batch)
