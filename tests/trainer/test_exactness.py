@@ -11,8 +11,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from transformers import TrainerCallback
 
 from longctx_patch.plugin import accelerate_yaml
-from tests.plugin.launched import run_launched, sharding_on_cpus
-from tests.plugin.sharded import has_part_of_gradient
+from tests.plugin.launched import has_part_of_gradient, run_launched, sharding_on_cpus
 from tests.plugin.test_yaml import launch_arguments
 from tests.trainer.trained import (
     Case,

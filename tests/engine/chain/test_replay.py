@@ -19,10 +19,9 @@ from longctx_patch.planner.recurrent_cost import row_of
 from longctx_patch.plans import chain
 from longctx_patch.plans.recurrent_traffic import states_traffic
 from longctx_patch.plans.traffic import Traffic
-from tests.hf.by_documents import stock_step, whole_row
 from tests.hf.call.test_mixer_traffic import watch
-from tests.hf.on_ranks import on_ranks, step_of_ranks
-from tests.hf.steps import Step, errors
+from tests.hf.float64 import stock_step, whole_row
+from tests.hf.steps import Step, errors, on_ranks, step_of_ranks
 from tests.hf.tiny import featured_model, gradients
 
 FAMILY = "qwen3_5_text"
