@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from longctx_patch import LongContextConfig, PatchHandle
-from longctx_patch.families.recurrent_layers import layer_traffic, recurrent_layers
+from longctx_patch.families.recurrent_layers import recurrent_layers
 from longctx_patch.hf.model.transformers_api import recurrent_modules
 from longctx_patch.planner.recurrent_cost import row_of
 from longctx_patch.plans import chain
 from longctx_patch.plans.recurrent_traffic import states_traffic
 from longctx_patch.plans.traffic import Traffic
-from tests.hf.call.test_mixer_traffic import watch
+from tests.hf.call.test_mixer_traffic import layer_traffic, watch
 from tests.hf.float64 import stock_step, whole_row
 from tests.hf.steps import Step, errors, on_ranks, step_of_ranks
 from tests.hf.tiny import featured_model, gradients
