@@ -10,12 +10,20 @@ import pytest
 from longctx_patch.checkpoints.manifest import begin, seal, write_manifest
 from longctx_patch.checkpoints.series import (
     Retention,
+    Series,
     clear,
     delete_old,
     newest_good,
     steps_of,
     trainer_checkpoints_of,
 )
+
+
+def sealed(series: Series, *steps: int) -> None:
+    """Checkpoints of these steps, without files."""
+    for step in steps:
+        begin(series.path_of(step))
+        seal(series.path_of(step))
 
 
 def test_names_are_in_the_order_of_numbers(tmp_path: Path) -> None:
@@ -59,9 +67,7 @@ def test_the_newest_and_one_of_every_so_many_are_kept(tmp_path: Path) -> None:
 def test_a_folder_of_the_user_s_is_left_alone_and_never_deleted(tmp_path: Path) -> None:
     """Also where it has a checkpoint's name: what was begun as one is marked."""
     series = trainer_checkpoints_of(tmp_path)
-    for step in (2, 4):
-        begin(series.path_of(step))
-        seal(series.path_of(step))
+    sealed(series, 2, 4)
     begin(series.path_of(6))  # and killed
     notes = series.path_of(7) / "notes.txt"
     notes.parent.mkdir()
@@ -124,9 +130,7 @@ def test_what_is_left_of_a_deletion_is_no_checkpoint_and_goes_the_next_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     series = steps_of(tmp_path)
-    for step in (2, 4, 6):
-        begin(series.path_of(step))
-        seal(series.path_of(step))
+    sealed(series, 2, 4, 6)
     with monkeypatch.context() as patched:
 
         def killed(path: Path, **_: object) -> None:
@@ -147,9 +151,7 @@ def test_what_the_system_does_not_delete_ends_no_run(
 ) -> None:
     """As a file on NFS that somebody has open."""
     series = steps_of(tmp_path)
-    for step in (2, 4):
-        begin(series.path_of(step))
-        seal(series.path_of(step))
+    sealed(series, 2, 4)
     with monkeypatch.context() as patched:
 
         def busy(path: object, *_: object, **__: object) -> None:
