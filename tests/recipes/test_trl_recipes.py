@@ -210,7 +210,8 @@ def check_stop(job: Path, usual: list[str]) -> None:
     """A run that a signal stopped between two logs has saved the step, and goes on to the same
     weights. Its means, tokens and the loss at its end, which were counted from the resumption, are
     those of the whole run."""
-    usual = [*usual, *flags_of(save_steps=100, resume="auto", logging_steps=3, save_total_limit=1)]
+    usual = [*usual, *flags_of(save_steps=100, resume="auto", save_total_limit=1)]
+    usual += flags_of(logging_first_step=1, logging_steps=3)
     whole, parts = (job / name for name in ("logged", "logged_in_parts"))
     wanted = run_launched(ended, 2, [*usual, "--output-dir", str(whole)])
     command = [*usual, "--output-dir", str(parts)]
@@ -221,11 +222,11 @@ def check_stop(job: Path, usual: list[str]) -> None:
     assert [path.name for path in parts.glob("checkpoint-*")] == ["checkpoint-4"]
     ours, theirs = (load_file(f / "final/adapter_model.safetensors") for f in (parts, whole))
     assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
-    (mine,), (line,) = ([e for e in read_metrics(f) if "loss" in e] for f in (parts, whole))
-    names = {n for n in line if not re.search("second|memory|runtime", n)}
+    mine, lines = ([e for e in read_metrics(f) if "loss" in e] for f in (parts, whole))
+    names = {n for n in lines[1] if not re.search("second|memory|runtime", n)}
     assert {"loss", "num_tokens", "mean_token_accuracy"} <= names
-    assert line["step"] == 3
-    assert {n: mine[n] for n in names} == {n: line[n] for n in names}
+    assert [line["step"] for line in lines] == [1, 3]
+    assert [[e[n] for n in names] for e in mine] == [[e[n] for n in names] for e in lines]
 
 
 def check_what_is_refused(job: Path, usual: list[str]) -> None:
