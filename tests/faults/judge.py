@@ -84,6 +84,7 @@ PLACES_OF_KIND: dict[tuple[Kind, Place], str] = {
         if kind in SIGNALS and place in ("save", "writing")
     },
     # The launcher's signal may end the others before they say where they were.
+    ("kill", "start"): rf"{PLACES['start']}|was ended by SIGKILL",
     ("kill", "final"): rf"{PLACES['final']}|was ended by SIGKILL",
     ("terminate", "final"): rf"{PLACES['final']}|was ended by SIGTERM",
 }
