@@ -42,6 +42,7 @@ from longctx_patch.trainer.binding import (
     settle_checkpointing,
     settle_reading,
 )
+from longctx_patch.trainer.each_forward import EachForwardMixin
 from longctx_patch.trainer.evaluating import EvaluationMixin
 from longctx_patch.trainer.evaluation import GroupGather
 from longctx_patch.trainer.generation import (
@@ -88,6 +89,7 @@ class LongContextTrainerMixin(
     EvaluationMixin,
     WatchedMixin,  # before those below, which may wait for a rank that was told otherwise
     SealedCheckpointsMixin,
+    EachForwardMixin,
     FiniteStepsMixin,
     GenerationMixin,
     _Trainer,
@@ -294,17 +296,15 @@ class LongContextTrainerMixin(
         refuse_shards(batch_samples)
         count = super()._get_num_items_in_batch(batch_samples, device)
         # FSDP2's mixed precision would round a tensor of floats before the model sees it.
-        return int(count) if isinstance(count, Tensor) and float(count).is_integer() else count
+        if not isinstance(count, Tensor) or not (number := float(count)).is_integer():
+            return count
+        return int(number)
 
     def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
         before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)
         seen = self.state.num_input_tokens_seen - before
         self.state.num_input_tokens_seen = before + seen // self._config.sequence_degree
-
-    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
-        """This rank's share of a batch: the sum over the ranks of a group is one process's."""
-        return super().floating_point_ops(inputs) / self._config.sequence_degree
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()

@@ -32,7 +32,6 @@ def trainer_of(cls: Any, folder: Path, **given: Any) -> Any:
         max_steps=STEPS,
         per_device_train_batch_size=2,
         logging_steps=50,
-        logging_nan_inf_filter=False,  # which would wait for each forward
         report_to="none",
         optim="adamw_torch_fused",
         **given.pop("args", {"save_strategy": "no"}),
