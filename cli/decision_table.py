@@ -110,7 +110,9 @@ def _of_memory(settings: Settings) -> Iterator[Row]:
         again = f"recomputing the rest takes {(1 - share) ** 2:.0%} of attention's forward pass"
         yield "attention kept", f"of {share:.0%} of the tokens", f"--attention-kept: {again}"
     why = "--mlp-tiles: an MLP's intermediates exist for one tile at a time"
-    if settings.mlp_tiles is None:
+    if settings.mlp_tiles == 1:
+        why = "--mlp-tiles: each MLP runs over all tokens at once"
+    elif settings.mlp_tiles is None:
         why = "as few as keep a tile within 1/16 of the GPU's memory (CPU: 1)"
     yield "mlp tiles", str(settings.mlp_tiles or "auto"), why
 

@@ -39,7 +39,7 @@ def train(state: TrainState) -> float:
 
 
 def keeper_of(folder: Path, write_model: Any, **changes: Any) -> Keeper:
-    """Of a run without a fingerprint, which keeps all checkpoints and writes beside training."""
+    """Returns a keeper without a fingerprint, which keeps all checkpoints and writes beside."""
     given: dict[str, Any] = {"series": steps_of(folder), "run": {}, "write_model": write_model}
     given |= {"retention": Retention(), "device": torch.device("cpu"), "in_background": True}
     return Keeper(**given | {"timeout_s": 60.0, "say": print} | changes)

@@ -49,7 +49,7 @@ def state_of(model: Any) -> tuple[Any, ...]:
     [*FAMILIES, *(n for n in ("llama4_text", "falcon_h1", "deepseek_v3") if n in SUPPORTED)],
 )
 def test_unpatch_restores_the_model(family: str, implementation: str) -> None:
-    """Of each kind of layer."""
+    """Each kind of layer is as it was."""
     model: Any = featured_model(family)
     model.set_attn_implementation(implementation)
     ids = torch.tensor([[1, 2, 3]])

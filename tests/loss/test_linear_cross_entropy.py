@@ -49,7 +49,7 @@ class Variant(NamedTuple):
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def losses(self, given: Inputs, labels: Tensor | None = None) -> Tensor:
-        """Of each token, by full logits in at least float32."""
+        """Returns the numbers of each token, by full logits in at least float32."""
         logits = self.logits(given)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         labels = given.labels if labels is None else labels

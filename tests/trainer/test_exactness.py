@@ -101,7 +101,7 @@ class OfFour(NamedTuple):
 
     trained: list[Trained]
     launched: Trained
-    """Of the first replicas, with the variables that a launch file sets in place of arguments."""
+    """Returns those of the first replicas, with a launch file's variables in place of arguments."""
     sharded: list[list[bool]]
     """What is found of gradients between the forwards of a step, as it is and as it was asked."""
 

@@ -59,7 +59,7 @@ def kernel_over(stock: Function, calls: list[bool]) -> Function:
 def calls_of(
     family: str, config: LongContextConfig, lengths: tuple[int, ...], patched: pytest.MonkeyPatch
 ) -> list[bool]:
-    """Of all layers and ranks of an exact step."""
+    """Returns those of all layers and ranks of an exact step."""
     model, calls = in_float64(family), list[bool]()
     wanted = stock_step(copy.deepcopy(model), lengths)
 
@@ -80,7 +80,7 @@ def test_contiguous_shards_hand_over_a_state(family: str, monkeypatch: pytest.Mo
 
 
 def test_a_shard_of_few_tokens_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of which a kernel would need the state and the tokens together."""
+    """Returns those for which a kernel would need the state and the tokens together."""
     config = LongContextConfig(ring_degree=3, layout="contiguous")
     assert not any(calls_of(FAMILIES[0], config, (8,), monkeypatch))
 
