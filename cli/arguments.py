@@ -1,12 +1,17 @@
-"""What options of several commands take: one of several names, numbers of tokens, GPUs, rows of a
-step; and how an option that is gone is refused."""
+"""Options of commands as fields of dataclasses, what they take, those that several commands have,
+and how an option that is gone is refused."""
 
+# ruff: noqa: RUF009  # option() returns a dataclasses.field, which ruff cannot see
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import click
 
+from longctx_patch.families.rope_facts import SCALINGS, RopeKind
 from longctx_patch.planner.job import nearest_multiples
 from longctx_patch.rules.names import did_you_mean
 from longctx_patch.rules.number_rules import parse_tokens
@@ -51,6 +56,120 @@ class Gpus(click.ParamType[str]):
         return text
 
 
+def option(text: str, *names: str, default: Any = None, **attributes: Any) -> Any:
+    """A field of a dataclass of options. Its option has the field's name, unless `names` are given;
+    the field's type says what it takes, unless `type` does."""
+    return field(default=default, metadata={"names": names, "help": text, **attributes})
+
+
+def flag(text: str, *names: str) -> Any:
+    """A field that is False, unless its option is given."""
+    return option(text, *names, default=False)
+
+
+def options_of(options: type) -> Callable[[Any], Any]:
+    """Give a command the options of a dataclass: its own first, then those that it inherits."""
+    kinds, own = get_type_hints(options), options.__annotations__
+    given = sorted(fields(options), key=lambda each: each.name not in own)
+
+    def decorate(command: Any) -> Any:
+        for each in reversed(given):
+            command = _click_option(each, kinds[each.name])(command)
+        return command
+
+    return decorate
+
+
+def _click_option(of: Field[Any], kind: Any) -> Callable[[Any], Any]:
+    attributes = {**_taken(kind), **of.metadata}
+    names = attributes.pop("names") or [f"--{of.name.replace('_', '-')}"]
+    if of.default is not None:
+        attributes["default"] = of.default
+    return click.option(*names, of.name, **attributes)
+
+
+def _taken(kind: Any) -> dict[str, Any]:
+    """What an option of a field of this type takes, as attributes of click's option."""
+    if NoneType in get_args(kind):
+        (kind,) = set(get_args(kind)) - {NoneType}
+    if get_origin(kind) is Sequence:
+        return {"multiple": True, **_taken(get_args(kind)[0])}
+    if get_origin(kind) is Literal:
+        return {"type": Choice(get_args(kind))}
+    if kind is bool:
+        return {"is_flag": True}
+    return {"type": {int: click.IntRange(1), Path: click.Path(path_type=Path)}.get(kind, kind)}
+
+
+FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeOptions:
+    """How far a model's RoPE is to reach, and how."""
+
+    context: int | None = option(
+        "Tokens that the trained model is to reach [seq-len].", type=Tokens()
+    )
+    rope: RopeKind | None = option("RoPE scaling that reaches the context.", type=Choice(SCALINGS))
+    rope_theta: float | None = option("The base of --rope theta [by its rule].")
+    rope_factor: float | None = option("Its factor [the ratio of the lengths].")
+    rope_factors: Path | None = option(
+        "JSON list of the factors of --rope longrope [the model's].", type=FILE
+    )
+    allow_beyond_reach: bool = flag("Rows beyond what its RoPE reaches.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions:
+    """Which weights a training trains, in which dtype, and how many rows a step has."""
+
+    rows_per_step: int | None = option("Rows of an optimizer step [those at once].")
+    tokens_per_step: int | None = option("The same in tokens: 1M.", type=Tokens())
+    lora: bool = option("Train an adapter or every weight [lora].", "--lora/--full", default=True)
+    rank: int | None = option("Rank of the adapter [16].")
+    also_train: Sequence[str] = option(
+        "As a whole beside the adapter: embeddings,norms, or one of them.", default=()
+    )
+    dtype: Literal["float32", "bfloat16"] | None = option(
+        "Dtype that weights load in [adapter: that of the model's config; --full: float32]."
+    )
+    load_in_4bit: bool = flag("The adapter's frozen weights in 4 bits.")
+    host_gib: float | None = option("Memory of a machine's host [not checked].")
+
+    def check_weights(self) -> None:
+        """Refuse options of an adapter where every weight is trained."""
+        if self.rank is not None and not self.lora:
+            raise ValueError(
+                f"--rank {self.rank} with --full: a rank is for an adapter. Use --lora."
+            )
+        if self.load_in_4bit and not self.lora:
+            raise ValueError(
+                "--load-in-4bit with --full: weights of 4 bits are frozen. Use --lora."
+            )
+
+    def rows_of(self, seq_len: int) -> int | None:
+        """Rows of a step over all GPUs; None if neither option is given.
+
+        Raises ValueError for both options, and for tokens that aren't whole rows.
+
+        Example:
+            >>> TrainingOptions(tokens_per_step=2**20).rows_of(2**15)
+            32
+        """
+        rows, tokens = self.rows_per_step, self.tokens_per_step
+        if tokens is None:
+            return rows
+        if rows is not None:
+            raise ValueError("both --rows-per-step and --tokens-per-step are set. Choose one.")
+        if tokens % seq_len:
+            raise ValueError(
+                f"--tokens-per-step {tokens} with --seq-len {seq_len}: a step has whole rows. Use "
+                f"--tokens-per-step {nearest_multiples(tokens, seq_len)}."
+            )
+        return tokens // seq_len
+
+
 def gone_option(name: str, instead: str, *, is_flag: bool = False) -> Callable[[Any], Any]:
     """An option that is refused by name, with what to do instead."""
 
@@ -59,24 +178,3 @@ def gone_option(name: str, instead: str, *, is_flag: bool = False) -> Callable[[
             raise click.UsageError(f"{name} is gone: {instead}.", context)
 
     return click.option(name, hidden=True, expose_value=False, is_flag=is_flag, callback=refuse)
-
-
-def rows_of_step(rows: int | None, tokens: int | None, seq_len: int) -> int | None:
-    """Rows of a step over all GPUs; None if neither option is given.
-
-    Raises ValueError for both options, and for tokens that aren't whole rows.
-
-    Example:
-        >>> rows_of_step(None, 2**20, 2**15)
-        32
-    """
-    if tokens is None:
-        return rows
-    if rows is not None:
-        raise ValueError("both --rows-per-step and --tokens-per-step are set. Choose one.")
-    if tokens % seq_len:
-        raise ValueError(
-            f"--tokens-per-step {tokens} with --seq-len {seq_len}: a step has whole rows. Use "
-            f"--tokens-per-step {nearest_multiples(tokens, seq_len)}."
-        )
-    return tokens // seq_len

@@ -1,27 +1,28 @@
 """`longctx eval`: whether a model uses its context, at any length, sharded as training is."""
 
+# ruff: noqa: RUF009  # option() returns a dataclasses.field, which ruff cannot see
 import math
 import os
 import shlex
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import chain, count
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import click
 import yaml
 
-from longctx_patch.cli.arguments import Choice, Tokens
+from longctx_patch.cli.arguments import RopeOptions, Tokens, flag, option, options_of
 from longctx_patch.cli.text_table import size_text
 from longctx_patch.cli.train import hides_gpus, import_shared, limit_threads
 from longctx_patch.cli.train import start as start_processes
 from longctx_patch.config import LongContextConfig
 from longctx_patch.families.checks import check_model_config
 from longctx_patch.families.facts import ModelFacts
-from longctx_patch.families.rope_facts import SCALINGS
 from longctx_patch.recipes.run_record import outputs_of
 from longctx_patch.recipes.yaml_file import read_yaml
 from longctx_patch.rules.number_rules import parse_tokens
@@ -62,72 +63,59 @@ def depth(text: str) -> float:
     return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions(RopeOptions):
+    """The options of `longctx eval`, as click reads them; None for options not given."""
+
+    beside: Sequence[str] = option(
+        "Another model, run or adapter to evaluate too [a run's base].", default=()
+    )
+    alone: bool = flag("Without the base of a run.")
+    lengths: tuple[int, ...] | None = option(
+        "4K,16K,64K [powers of two up to the context].", type=Several(parse_tokens, "tokens")
+    )
+    tasks: tuple[str, ...] = option(
+        "passkey,niah_single_1,vt and so on; ruler is all 13 of RULER [passkey].",
+        type=Several(str, "names"),
+        default=("passkey",),
+    )
+    depths: tuple[float, ...] = option(
+        "Where needles lie, in percent; '': anywhere, as in RULER [5,25,50,75,95].",
+        type=Several(depth, "percent"),
+        default=DEPTHS,
+    )
+    samples: int = option("Of each length and depth [6].", default=6)
+    text: Sequence[str] = option(
+        "Held-out texts, for loss by position and as haystack.", default=()
+    )
+    haystack: Sequence[str] = option("Texts that hide the needles [--text].", default=())
+    text_field: str = option("Field of a record that is its text [text].", default="text")
+    essays: str = option("RULER's PaulGrahamEssays.json [--text].", default="")
+    squad: str = option("SQuAD's dev file, for qa_1.", default="")
+    hotpotqa: str = option("HotpotQA's dev file, for qa_2.", default="")
+    english_words: str = option("RULER's english_words.json, for long cwe.", default="")
+    questions: str = option("Your own: JSONL of context, question, answers.", default="")
+    longppl: bool = flag("Perplexity of the tokens that need the context.")
+    seed: int = option(
+        "Of the tasks [42, as RULER].", type=click.IntRange(0, 2**32 - 1), default=42
+    )
+    context: int | None = option("Tokens that a plain model shall reach [its own].", type=Tokens())
+    out: Path | None = option("New folder [RUN/eval, or ./eval-NAME].")
+    tokenizer: str = option("Name or folder if not the models' own; 'bytes'.", default="")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = option(
+        "Of the weights [GPUs: 16 bits, as in the config; CPU: float32]."
+    )
+    num_processes: int | None = option("[All GPUs; --cpu: as the run, or 1].")
+    ulysses: int | None = option("Ulysses degree [the run's, or by heads].")
+    ring: int | None = option("Ring degree [the rest].")
+    cpu: bool | None = option(
+        "Processes on the CPU in place of GPUs [as the run].", "--cpu/--no-cpu"
+    )
+
+
 @click.command("eval", short_help="Show whether a model uses its context.")
 @click.argument("target", metavar="RUN_OR_MODEL")
-@click.option(
-    "--beside", multiple=True, help="Another model, run or adapter to evaluate too [a run's base]."
-)
-@click.option("--alone", is_flag=True, help="Without the base of a run.")
-@click.option(
-    "--lengths",
-    type=Several(parse_tokens, "tokens"),
-    help="4K,16K,64K [powers of two up to the context].",
-)
-@click.option(
-    "--tasks",
-    type=Several(str, "names"),
-    default=("passkey",),
-    help="passkey,niah_single_1,vt and so on; ruler is all 13 of RULER [passkey].",
-)
-@click.option(
-    "--depths",
-    type=Several(depth, "percent"),
-    default=DEPTHS,
-    help="Where needles lie, in percent; '': anywhere, as in RULER [5,25,50,75,95].",
-)
-@click.option("--samples", type=click.IntRange(1), default=6, help="Of each length and depth [6].")
-@click.option("--text", multiple=True, help="Held-out texts, for loss by position and as haystack.")
-@click.option("--haystack", multiple=True, help="Texts that hide the needles [--text].")
-@click.option("--text-field", default="text", help="Field of a record that is its text [text].")
-@click.option("--essays", default="", help="RULER's PaulGrahamEssays.json [--text].")
-@click.option("--squad", default="", help="SQuAD's dev file, for qa_1.")
-@click.option("--hotpotqa", default="", help="HotpotQA's dev file, for qa_2.")
-@click.option("--english-words", default="", help="RULER's english_words.json, for long cwe.")
-@click.option("--questions", default="", help="Your own: JSONL of context, question, answers.")
-@click.option("--longppl", is_flag=True, help="Perplexity of the tokens that need the context.")
-@click.option(
-    "--seed", type=click.IntRange(0, 2**32 - 1), default=42, help="Of the tasks [42, as RULER]."
-)
-@click.option(
-    "--out", type=click.Path(path_type=Path), help="New folder [RUN/eval, or ./eval-NAME]."
-)
-@click.option("--context", type=Tokens(), help="Tokens that a plain model shall reach [its own].")
-@click.option("--rope", type=Choice(SCALINGS), help="RoPE scaling by which it does so.")
-@click.option("--rope-theta", type=float, help="The base of --rope theta [by its rule].")
-@click.option("--rope-factor", type=float, help="Its factor [the ratio of the lengths].")
-@click.option(
-    "--rope-factors",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="JSON list of the factors of --rope longrope.",
-)
-@click.option(
-    "--allow-beyond-reach", is_flag=True, help="Lengths beyond what RUN_OR_MODEL's RoPE reaches."
-)
-@click.option("--tokenizer", default="", help="Name or folder if not the models' own; 'bytes'.")
-@click.option(
-    "--dtype",
-    type=Choice(("float32", "bfloat16", "float16")),
-    help="Of the weights [GPUs: 16 bits, as in the config; CPU: float32].",
-)
-@click.option(
-    "--num-processes", type=click.IntRange(1), help="[All GPUs; --cpu: as the run, or 1]."
-)
-@click.option("--ulysses", type=click.IntRange(1), help="Ulysses degree [the run's, or by heads].")
-@click.option("--ring", type=click.IntRange(1), help="Ring degree [the rest].")
-@click.option(
-    "--cpu/--no-cpu", default=None, help="Processes on the CPU in place of GPUs [as the run]."
-)
+@options_of(EvalOptions)
 @click.option("--dry-run", is_flag=True, help="Check all, write asked.json, and start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print scores.json on stdout.")
 def eval_command(target: str, as_json: bool, dry_run: bool, **options: Any) -> None:
@@ -139,7 +127,7 @@ def eval_command(target: str, as_json: bool, dry_run: bool, **options: Any) -> N
     its length. Everything is checked before they start. The folder gets scores.json and scores.png;
     `longctx report RUN` shows them.
     """
-    decided = decide(target, options, is_dry=dry_run)
+    decided = decide(target, EvalOptions(**options), is_dry=dry_run)
     start(decided, waits=dry_run)
     if not dry_run:
         _show(decided.folder, as_json=as_json)
@@ -154,7 +142,7 @@ class Decided(NamedTuple):
     """Where it is written."""
 
 
-def decide(target: str, options: dict[str, Any], *, is_dry: bool) -> Decided:
+def decide(target: str, options: EvalOptions, *, is_dry: bool) -> Decided:
     """What is evaluated, over which processes. Reads files, and no weights.
 
     Raises ValueError for what can't be evaluated.
@@ -166,29 +154,30 @@ def decide(target: str, options: dict[str, Any], *, is_dry: bool) -> Decided:
     from longctx_patch.recipes.evaluate import FILES, EvalSettings
     from longctx_patch.recipes.evaluated import base_of, find
 
-    if options["cpu"] is None:
+    if options.cpu is None:
         launch = Path(target).expanduser() / "accelerate.yaml"
-        options["cpu"] = launch.is_file() and hides_gpus(read_yaml(launch))
+        on_cpu = launch.is_file() and hides_gpus(read_yaml(launch))
+        options = replace(options, cpu=on_cpu)
     tuned = _as_asked(find(target), options)
     lengths = _lengths(tuned, options)
-    tuned = tuned.with_(seq_len=options["context"] or lengths[-1])
-    others = [find(each) for each in options["beside"]]
-    if options["tokenizer"]:
-        others = [each.with_(tokenizer=options["tokenizer"]) for each in others]
-    if not (others or options["alone"]) and (base := base_of(tuned)) is not None:
+    tuned = tuned.with_(seq_len=options.context or lengths[-1])
+    others = [find(each) for each in options.beside]
+    if options.tokenizer:
+        others = [each.with_(tokenizer=options.tokenizer) for each in others]
+    if not (others or options.alone) and (base := base_of(tuned)) is not None:
         others = [base]
     # They are evaluated beyond their reach as they are, which the result says.
     others = [each.with_(seq_len=lengths[-1], allow_beyond_reach=True) for each in others]
     models = [*others, tuned]
     if len({each.label for each in models}) < len(models):
         models = [m.with_(label=f"{m.label} ({n})") for n, m in enumerate(models, start=1)]
-    models = [each.with_(dtype=options["dtype"] or "auto") for each in models]
+    models = [each.with_(dtype=options.dtype or "auto") for each in models]
     world = _world(models, tuned.degrees, options)
     kept = ("tasks", "depths", "samples", "text_field", "longppl", "seed")
     files: dict[str, Any] = {
-        name: str(Path(options[name]).expanduser().resolve())
+        name: str(Path(file).expanduser().resolve())
         for name in ("questions", *FILES)
-        if options[name]
+        if (file := getattr(options, name))
     }
     return Decided(
         EvalSettings(
@@ -197,44 +186,44 @@ def decide(target: str, options: dict[str, Any], *, is_dry: bool) -> Decided:
                 for each in models
             ],
             lengths=lengths,
-            text=[absolute(source) for source in options["text"]],
-            haystack=[absolute(source) for source in options["haystack"]],
-            **{name: options[name] for name in kept},
+            text=[absolute(source) for source in options.text],
+            haystack=[absolute(source) for source in options.haystack],
+            **{name: getattr(options, name) for name in kept},
             **files,
         ),
         accelerate_yaml(
             world.num_processes,
             world.ulysses * world.ring,
             fsdp=world.is_sharded,
-            cpu=options["cpu"],
+            cpu=bool(options.cpu),
             mixed_precision="no",
         ),
-        _folder(target, tuned, options["out"], is_dry=is_dry),
+        _folder(target, tuned, options.out, is_dry=is_dry),
     )
 
 
-def _as_asked(found: "Evaluated", options: dict[str, Any]) -> "Evaluated":
+def _as_asked(found: "Evaluated", options: EvalOptions) -> "Evaluated":
     """The model with the options that change how it is read."""
     from longctx_patch.recipes.context import read_factors
 
-    if found.is_trained and (options["rope"] or options["context"]):
+    if found.is_trained and (options.rope or options.context):
         raise ValueError(
             "--rope or --context with a model that was trained: it has the RoPE of its training. "
             "Leave it out, or give the model that it was trained from."
         )
     names = ("rope", "rope_theta", "rope_factor", "allow_beyond_reach", "tokenizer")
-    given = {name: options[name] for name in names if options[name]}
-    return found.with_(**given, rope_factors=read_factors(options["rope_factors"]))
+    given = {name: value for name in names if (value := getattr(options, name))}
+    return found.with_(**given, rope_factors=read_factors(options.rope_factors))
 
 
-def _lengths(tuned: "Evaluated", options: dict[str, Any]) -> tuple[int, ...]:
+def _lengths(tuned: "Evaluated", options: EvalOptions) -> tuple[int, ...]:
     """The lengths of rows: as asked, or powers of two up to the context.
 
     Raises ValueError for one beyond the context.
     """
     from longctx_patch.recipes.evaluated import config_of, reach_of
 
-    asked, context = options["lengths"], options["context"] or reach_of(tuned)
+    asked, context = options.lengths, options.context or reach_of(tuned)
     if not asked:
         if context is None:
             raise ValueError("the model reaches any length: give --lengths 4K,16K,64K.")
@@ -242,12 +231,12 @@ def _lengths(tuned: "Evaluated", options: dict[str, Any]) -> tuple[int, ...]:
         first = max(min(SHORTEST, context // 8), LEAST)
         asked = (*(length for length in powers if length >= first), context)
     longest = max(asked)
-    if options["context"] and longest > options["context"]:
+    if options.context and longest > options.context:
         raise ValueError(
-            f"--context {options['context']} and a row of {longest} tokens (--lengths): the "
+            f"--context {options.context} and a row of {longest} tokens (--lengths): the "
             "context is at least as long as the longest row."
         )
-    config_of(tuned.with_(seq_len=options["context"] or longest))  # refuses what is beyond it
+    config_of(tuned.with_(seq_len=options.context or longest))  # refuses what is beyond it
     return tuple(sorted({*asked}))
 
 
@@ -262,7 +251,7 @@ class World(NamedTuple):
 
 
 def _world(
-    models: Sequence["Evaluated"], run: tuple[int, int] | None, options: dict[str, Any]
+    models: Sequence["Evaluated"], run: tuple[int, int] | None, options: EvalOptions
 ) -> World:
     """As asked, else all GPUs, with the degrees of the run where it had as many.
 
@@ -272,8 +261,8 @@ def _world(
 
     from longctx_patch.recipes.evaluated import config_of
 
-    cpu, there = options["cpu"], torch.cuda.device_count()
-    number = options["num_processes"] or (math.prod(run or (1,)) if cpu else there)
+    cpu, there = bool(options.cpu), torch.cuda.device_count()
+    number = options.num_processes or (math.prod(run or (1,)) if cpu else there)
     if not cpu and not there:
         raise ValueError(
             "torch finds no GPU here (`longctx doctor` says what is missing). To evaluate on CPU "
@@ -298,15 +287,14 @@ def _world(
 
 
 def _degrees(
-    configs: Sequence[Any], number: int, run: tuple[int, int] | None, options: dict[str, Any]
+    configs: Sequence[Any], number: int, run: tuple[int, int] | None, options: EvalOptions
 ) -> tuple[int, int]:
     """As asked, as the run had them, or Ulysses as far as it divides the heads of all models."""
     from longctx_patch.cli.degree_options import asked_degrees
     from longctx_patch.planner.degrees import most_ulysses
 
-    asked = {name: options[name] for name in ("ulysses", "ring")}
-    if any(asked.values()):
-        _, way = asked_degrees(num_ranks=number, sequence_degree=None, **asked)
+    if options.ulysses or options.ring:
+        _, way = asked_degrees(num_ranks=number, ulysses=options.ulysses, ring=options.ring)
         assert way is not None
         return way.ulysses, way.ring
     if run and number % math.prod(run) == 0:

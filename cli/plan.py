@@ -1,14 +1,22 @@
 """`longctx plan`: what fits on which GPUs, how fast and with how much memory; needs no GPU."""
 
+# option() returns a dataclasses.field, which ruff cannot see
 import dataclasses
 import json
 import shlex
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from longctx_patch.cli.arguments import Choice, Tokens, gone_option, rows_of_step
+from longctx_patch.cli.arguments import (
+    Tokens,
+    TrainingOptions,
+    flag,
+    gone_option,
+    option,
+    options_of,
+)
 from longctx_patch.config import HardwareName
 
 if TYPE_CHECKING:
@@ -21,28 +29,18 @@ SHORT_ROW = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions:
+class PlanOptions(TrainingOptions):
     """The options of `longctx plan`, as click reads them; None for options not given."""
 
-    gpus: str
-    seq_len: int | None
-    rows_per_step: int | None
-    tokens_per_step: int | None
-    lora: bool
-    rank: int | None
-    also_train: tuple[str, ...]
-    dtype: Literal["float32", "bfloat16"] | None
-    load_in_4bit: bool
-    stock_layers: bool
-    host_gib: float | None
-    max_seq_len: bool
-    as_json: bool
+    gpus: str = option(f"Such as 4xH200; H200 is one. Kinds: {KINDS}.", required=True)
+    seq_len: int | None = option("Tokens of a row: 131072, 128K or 1M.", type=Tokens())
+    stock_layers: bool = flag("Without Liger Kernel's norms and SwiGLU.")
+    max_seq_len: bool = flag("Print the longest row that fits, only.")
+    as_json: bool = flag("Print JSON on stdout.", "--json")
 
     def check(self) -> None:
         """Raise ValueError for options that exclude each other."""
-        from longctx_patch.cli.patch_options import check_weights
-
-        check_weights(lora=self.lora, rank=self.rank, load_in_4bit=self.load_in_4bit)
+        self.check_weights()
         if self.also_train and not self.lora:
             raise ValueError("--also-train with --full: every weight is trained. Leave it out.")
         if self.load_in_4bit and self.dtype == "float32":
@@ -78,35 +76,13 @@ class PlanOptions:
             dtype="nf4" if self.load_in_4bit else self.dtype or usual,
             fsdp=not self.load_in_4bit,
             fused_layers=not self.stock_layers and config.model_type in LIGER_FAMILIES,
-            rows_per_step=rows_of_step(
-                self.rows_per_step, self.tokens_per_step, self.seq_len or SHORT_ROW
-            ),
+            rows_per_step=self.rows_of(self.seq_len or SHORT_ROW),
         )
 
 
 @click.command("plan", short_help="Predict what fits on which GPUs, and how fast it is.")
 @click.argument("model")
-@click.option("--gpus", required=True, help=f"Such as 4xH200; H200 is one. Kinds: {KINDS}.")
-@click.option("--seq-len", type=Tokens(), help="Tokens of a row: 131072, 128K or 1M.")
-@click.option(
-    "--rows-per-step", type=click.IntRange(1), help="Rows of an optimizer step [those at once]."
-)
-@click.option("--tokens-per-step", type=Tokens(), help="The same in tokens: 1M.")
-@click.option("--lora/--full", default=True, help="Train an adapter or every weight [lora].")
-@click.option("--rank", type=click.IntRange(1), help="Of the adapter [16].")
-@click.option(
-    "--also-train", multiple=True, help="As a whole beside the adapter: embeddings,norms."
-)
-@click.option(
-    "--dtype",
-    type=Choice(("float32", "bfloat16")),
-    help="Dtype that weights load in [adapter: that of the model's config; --full: float32].",
-)
-@click.option("--load-in-4bit", is_flag=True, help="The adapter's frozen weights in 4 bits.")
-@click.option("--stock-layers", is_flag=True, help="Without Liger Kernel's norms and SwiGLU.")
-@click.option("--host-gib", type=float, help="Memory of a machine's host [not checked].")
-@click.option("--max-seq-len", is_flag=True, help="Print the longest row that fits, only.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
+@options_of(PlanOptions)
 @gone_option("--png", "the table lists the components, and --json has them of every candidate")
 def plan_command(model: str, **options: Any) -> None:
     """Predict memory and speed of training MODEL (a hub name, a folder or a config.json).

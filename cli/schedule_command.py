@@ -1,14 +1,15 @@
 """`longctx schedule`: what a plan of attention takes on a machine, as numbers and as a picture."""
 
+# ruff: noqa: RUF009  # option() returns a dataclasses.field, which ruff cannot see
 import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from longctx_patch.cli.arguments import Choice, Tokens, gone_option
+from longctx_patch.cli.arguments import Choice, Tokens, flag, gone_option, option, options_of
 from longctx_patch.cli.text_table import size_text, time_text
 from longctx_patch.cli.timeline import check_drawable, describe, draw
 from longctx_patch.config import HardwareName, LongContextConfig
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 ULYSSES = "ulysses"
 """A value of --plan in which all ranks exchange heads, without a ring; it is not in PLANS."""
 
-DIRECTIONS = ("forward", "backward")
-COUNT = click.IntRange(1)
 _OF_MODEL = "heads are those of MODEL, such as a config.json of your own"
 
 
@@ -33,18 +32,18 @@ _OF_MODEL = "heads are those of MODEL, such as a config.json of your own"
 class ScheduleOptions:
     """The options of `longctx schedule`, as click reads them; None for options not given."""
 
-    plan: str | None
-    compare: bool
-    ranks: int
-    direction: str | None
-    ulysses: int | None
-    ranks_per_node: int | None
-    seq_len: int
-    document_tokens: int | None
-    window: int | None
-    hardware: HardwareName
-    out: Path | None
-    as_json: bool
+    plan: str | None = option("The plan to predict.", type=Choice(("auto", *PLANS, ULYSSES)))
+    compare: bool = flag("Predict all plans, and mark the chosen one.")
+    ranks: int = option("Ranks that share a sequence.", required=True)
+    direction: Literal["forward", "backward"] | None = option("[forward; --compare: both]")
+    ulysses: int | None = option("Ulysses degree; the plan runs over the other ranks [1].")
+    ranks_per_node: int | None = option("Ranks on one machine [as many as the hardware has GPUs].")
+    seq_len: int = option("Tokens of a sequence [128K].", type=Tokens(1), default=131072)
+    document_tokens: int | None = option("Rows hold documents of about so many.", type=Tokens(1))
+    window: int | None = option("Keys that a token sees at most, with itself.", type=Tokens(1))
+    hardware: HardwareName = option("Kind of GPU.", default="h100", show_default=True)
+    out: Path | None = option("Picture to write.", type=click.Path(path_type=Path, dir_okay=False))
+    as_json: bool = flag("Print JSON on stdout.", "--json")
 
     def check(self) -> None:
         """Raise ValueError for options that exclude each other."""
@@ -84,32 +83,11 @@ class ScheduleOptions:
 
 @click.command("schedule", short_help="Predict the schedule of one attention layer.")
 @click.argument("model", required=False)
-@click.option("--plan", type=Choice(("auto", *PLANS, ULYSSES)), help="The plan to predict.")
-@click.option("--compare", is_flag=True, help="Predict all plans, and mark the chosen one.")
-@click.option("--ranks", type=COUNT, required=True, help="Ranks that share a sequence.")
-@click.option("--direction", type=Choice(DIRECTIONS), help="[forward; --compare: both]")
-@click.option(
-    "--ulysses", type=COUNT, help="Ulysses degree; the plan runs over the other ranks [1]."
-)
-@click.option(
-    "--ranks-per-node", type=COUNT, help="Ranks on one machine [as many as the hardware has GPUs]."
-)
+@options_of(ScheduleOptions)
 @gone_option("--heads", _OF_MODEL)
 @gone_option("--kv-heads", _OF_MODEL)
 @gone_option("--head-dim", _OF_MODEL)
-@click.option("--seq-len", type=Tokens(1), default=131072, help="Tokens of a sequence [128K].")
 @gone_option("--batch", "one sequence is predicted; times and bytes of more grow with their number")
-@click.option("--document-tokens", type=Tokens(1), help="Rows hold documents of about so many.")
-@click.option("--window", type=Tokens(1), help="Keys that a token sees at most, with itself.")
-@click.option(
-    "--hardware",
-    type=Choice(get_args(HardwareName)),
-    default="h100",
-    show_default=True,
-    help="Kind of GPU.",
-)
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Picture to write.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
 def schedule_command(model: str | None, **options: Any) -> None:
     """Predict the time, waiting and traffic of one attention layer's schedule, without any GPU.
 

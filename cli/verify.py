@@ -1,14 +1,15 @@
 """`longctx verify`: compare patched processes with one process, on this machine's CPU."""
 
+# ruff: noqa: RUF009  # option() returns a dataclasses.field, which ruff cannot see
 import json
 import shlex
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from longctx_patch.cli.arguments import Choice
+from longctx_patch.cli.arguments import Choice, flag, option, options_of
 from longctx_patch.cli.text_table import aligned
 from longctx_patch.config import LongContextConfig
 from longctx_patch.memory.policies import POLICIES, CheckpointPolicy
@@ -37,14 +38,16 @@ class Target:
 class VerifyOptions:
     """The options of `longctx verify`, as click reads them; None for options not given."""
 
-    nproc: int | None = None
-    ulysses: int | None = None
-    ring: int | None = None
-    layout: LayoutName | None = None
-    dtype: str | None = None
-    seq_len: int | None = None
-    checkpoint: CheckpointPolicy | None = None
-    packed: bool = False
+    nproc: int | None = option("Processes [4, or what degrees or run need].")
+    ulysses: int | None = option("Ulysses degree [every one that fits].")
+    ring: int | None = option("Ring degree [every one that fits].")
+    layout: LayoutName | None = option("Layout [zigzag, contiguous; balanced too if packed].")
+    dtype: Literal["float32", "float64"] | None = option(
+        "What all is computed in [float32; float64 where layers are recurrent]."
+    )
+    seq_len: int | None = option("Tokens of a row [127, a prime].", type=click.IntRange(3))
+    checkpoint: CheckpointPolicy | None = option("Policy [none].", type=Choice(list(POLICIES)))
+    packed: bool = flag("Rows of several documents [as the run has them].")
 
     @property
     def asked_ranks(self) -> int | None:
@@ -54,22 +57,7 @@ class VerifyOptions:
 
 @click.command("verify", short_help="Compare a patched model with one process.")
 @click.argument("target", metavar="MODEL_OR_RUN")
-@click.option("--nproc", type=click.IntRange(1), help="Processes [4, or what degrees or run need].")
-@click.option("--ulysses", type=click.IntRange(1), help="Ulysses degree [every one that fits].")
-@click.option("--ring", type=click.IntRange(1), help="Ring degree [every one that fits].")
-@click.option(
-    "--layout",
-    type=Choice(get_args(LayoutName)),
-    help="Layout [zigzag, contiguous; balanced too if packed].",
-)
-@click.option(
-    "--dtype",
-    type=Choice(["float32", "float64"]),
-    help="What all is computed in [float32; float64 where layers are recurrent].",
-)
-@click.option("--seq-len", type=click.IntRange(3), help="Tokens of a row [127, a prime].")
-@click.option("--checkpoint", type=Choice(list(POLICIES)), help="Policy [none].")
-@click.option("--packed", is_flag=True, help="Rows of several documents [as the run has them].")
+@options_of(VerifyOptions)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def verify_command(target: str, as_json: bool, **options: Any) -> None:
     """Check that the patched MODEL (a hub name, folder or config.json) or RUN folder gives the

@@ -15,7 +15,7 @@ from trl import TrlParser
 
 from longctx_patch.checkpoints.output_folder import resume_name
 from longctx_patch.config import LongContextConfig
-from longctx_patch.recipes.data.reading import TooLong
+from longctx_patch.recipes.data.records import TooLong
 from longctx_patch.recipes.data.unwritten import FIELDS
 from longctx_patch.recipes.settings import (
     DataSettings,

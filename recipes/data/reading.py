@@ -7,7 +7,7 @@ records (trl/trainer/sft_trainer.py, `_prepare_dataset`); here each record's tro
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from longctx_patch.recipes.data.records import (
     TEXT_FILE,
     Kind,
     Record,
+    TooLong,
     is_empty_file,
     kind_of,
 )
@@ -28,7 +29,6 @@ from longctx_patch.recipes.data.specials import Specials
 from longctx_patch.recipes.data.turns import Message
 from longctx_patch.recipes.data.windows import ids_of_text
 
-TooLong = Literal["refuse", "cut", "split"]
 Ids = list[int]
 CUT_OFF = "what is beyond a row's end (too_long: cut)"
 SPECIALS = (

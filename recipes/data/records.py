@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 Kind = Literal["text", "chat", "completion", "preference", "tokens"]
+TooLong = Literal["refuse", "cut", "split"]
+"""What becomes of a record that is longer than a row."""
 TEXT_FILE = ""
 """The only field of a text file's record."""
 CHAT_FIELDS = ("messages", "conversations")
