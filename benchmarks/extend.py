@@ -263,8 +263,7 @@ def write_report(folder: Path) -> None:
     for file in sorted(folder.glob("*/scores.json")):
         models = json.loads(file.read_text("utf-8"))["models"]
         scores = [ContextScores.from_json(each["scores"]) for each in models]
-        tables = [compare_scores(scores), *(f"{each.label}\n\n{each.table()}" for each in scores)]
-        parts.append(f"## {file.parent.name}\n\n```\n" + "\n\n".join(tables) + "\n```\n")
+        parts.append(f"## {file.parent.name}\n\n```\n{compare_scores(scores)}\n```\n")
     lines = [json.loads(line) for line in (folder / "extension.jsonl").read_text().splitlines()]
     rows = [f"| `{row['command']}` | {row['seconds']} | {row['code']} |" for row in lines]
     parts.append("\n".join(["| command | s | exit code |", "|---|--:|--:|", *rows, ""]))

@@ -7,7 +7,6 @@ from typing import Any
 
 from longctx_patch.cli.decisions import Decisions
 from longctx_patch.cli.prediction import why_unpredicted
-from longctx_patch.cli.text_table import size_text
 from longctx_patch.families.facts import ModelFacts, Reach
 from longctx_patch.families.family import RECURRENT, SINKS
 from longctx_patch.families.recurrent_layers import kernel_packages
@@ -20,6 +19,7 @@ from longctx_patch.planner.search import usable_bytes
 from longctx_patch.recipes import models
 from longctx_patch.recipes.mixture import read_mixture
 from longctx_patch.recipes.settings import Settings
+from longctx_patch.rules.text_table import size_text
 
 TO_INSTALL = {
     "flash-linear-attention": f"'flash-linear-attention>={TRUSTS_MENDED}' tilelang",

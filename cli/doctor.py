@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from longctx_patch.cli.arguments import gone_option
-from longctx_patch.cli.text_table import aligned
+from longctx_patch.rules.text_table import aligned
 
 if TYPE_CHECKING:
     from longctx_patch.cli.diagnosis.gpus import Gpus

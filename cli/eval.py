@@ -17,7 +17,6 @@ import click
 import yaml
 
 from longctx_patch.cli.arguments import RopeOptions, Tokens, flag, option, options_of
-from longctx_patch.cli.text_table import size_text
 from longctx_patch.cli.train import hides_gpus, import_shared, limit_threads
 from longctx_patch.cli.train import start as start_processes
 from longctx_patch.config import LongContextConfig
@@ -26,6 +25,7 @@ from longctx_patch.families.facts import ModelFacts
 from longctx_patch.recipes.run_record import outputs_of
 from longctx_patch.recipes.yaml_file import read_yaml
 from longctx_patch.rules.number_rules import parse_tokens
+from longctx_patch.rules.text_table import size_text
 
 if TYPE_CHECKING:
     from longctx_patch.recipes.evaluate import EvalSettings

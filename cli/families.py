@@ -8,11 +8,11 @@ from pathlib import Path
 
 import click
 
-from longctx_patch.cli.text_table import aligned
 from longctx_patch.families.family import IMAGES, Family
 from longctx_patch.families.refused import NOT_PROVEN, REFUSED
 from longctx_patch.families.supported import FAMILIES, TABLE
 from longctx_patch.rules.names import did_you_mean
+from longctx_patch.rules.text_table import aligned
 
 INSTEAD = (
     "What to do: train it without sequence parallelism, or take a model of a family that is\n"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from longctx_patch.cli.text_table import aligned
+from longctx_patch.rules.text_table import aligned
 
 if TYPE_CHECKING:
     from longctx_patch.kernels import KernelRequest

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from longctx_patch.cli.text_table import aligned
 from longctx_patch.memory.policies import POLICIES, count_on_host, describe_layers
 from longctx_patch.planner.advice import flags
 from longctx_patch.planner.degrees import TIE
@@ -11,6 +10,7 @@ from longctx_patch.planner.job import Job
 from longctx_patch.planner.machines import GIB
 from longctx_patch.planner.search import MARGIN, Result, left_out, usable_bytes
 from longctx_patch.planner.step_memory import how_loaded
+from longctx_patch.rules.text_table import aligned
 
 TABLE_ROWS = 12
 OTHERS = (

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longctx_patch.cli.text_table import aligned
 from longctx_patch.loss.law import IGNORE_INDEX
 from longctx_patch.recipes import models
 from longctx_patch.recipes.data.conversations import MARKED
@@ -18,6 +17,7 @@ from longctx_patch.recipes.text_rows import Share, TextRows
 from longctx_patch.recipes.text_sources import evaluation_rows, rows_of_run
 from longctx_patch.recipes.trl_data import RunData, packed_rows, tables_of_run
 from longctx_patch.recipes.yaml_file import read_yaml
+from longctx_patch.rules.text_table import aligned
 
 Facts = list[tuple[str, str, str]]
 """(name, figure, what it counts)"""

@@ -11,8 +11,8 @@ from longctx_patch.cli.decision_table import table
 from longctx_patch.cli.decisions import NO_TEXT, Decisions
 from longctx_patch.cli.run_readme import render_readme
 from longctx_patch.cli.run_recipe import trl_settings
-from longctx_patch.cli.text_table import aligned
 from longctx_patch.recipes.data.losses import RULE
+from longctx_patch.rules.text_table import aligned
 
 TRL_HEAD = (
     "# Settings of longctx_patch.recipes.{}, and of TRL's trainer. A flag of the same name wins.\n"

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from longctx_patch.cli.arguments import Choice, Tokens, flag, gone_option, option, options_of
-from longctx_patch.cli.text_table import size_text, time_text
 from longctx_patch.cli.timeline import check_drawable, describe, draw
 from longctx_patch.config import HardwareName, LongContextConfig
 from longctx_patch.plans import Direction
 from longctx_patch.plans.generators.table import PLANS, SPARSE_PLAN
+from longctx_patch.rules.text_table import size_text, time_text
 
 if TYPE_CHECKING:
     from longctx_patch.planner.attention_cost import Prediction, Workload

@@ -10,8 +10,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
 
-from longctx_patch.cli.text_table import time_text
 from longctx_patch.config import LongContextConfig
+from longctx_patch.rules.text_table import time_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

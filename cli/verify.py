@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from longctx_patch.cli.arguments import Choice, flag, option, options_of
-from longctx_patch.cli.text_table import aligned
 from longctx_patch.config import LongContextConfig
 from longctx_patch.memory.policies import POLICIES, CheckpointPolicy
 from longctx_patch.recipes.run_record import settings_file_of
+from longctx_patch.rules.text_table import aligned
 from longctx_patch.sequence.layout import LayoutName
 
 if TYPE_CHECKING:

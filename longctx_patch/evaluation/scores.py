@@ -1,15 +1,19 @@
 """What an evaluation found: as values, as JSON, and as tables in plain text."""
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from longctx_patch.evaluation.longppl import LongPPL
 from longctx_patch.evaluation.positions import PositionLosses
 from longctx_patch.evaluation.tasks.sample import Scoring
 from longctx_patch.rules import strict_json
+from longctx_patch.rules.text_table import aligned
 
 FORMAT = 1
 """The version of the JSON; a reader refuses others."""
@@ -113,60 +117,96 @@ class ContextScores:
 
     def table(self) -> str:
         """Losses by position, LongPPL, and of each task the scores by depth and length."""
-        parts = [_summary([self])]
-        for name, task in self.tasks.items():
-            depths = list(dict.fromkeys(cell.depth for cell in task.cells))
-            by_place = {(cell.depth, cell.length): cell.score for cell in task.cells}
-            rows = [
-                [_depth(depth), *(_percent(by_place.get((depth, n))) for n in self.lengths)]
-                for depth in depths
-            ]
-            head = ["depth", *map(in_k, self.lengths)]
-            note = f"  ({task.note})" if task.note else ""
-            parts.append(f"{name}, {task.scoring}{note}\n{_aligned([head, *rows])}")
-        return "\n\n".join(filter(None, parts))
+        return compare_scores([self])
 
     def __str__(self) -> str:
         return self.table()
 
 
+class Panel(NamedTuple):
+    """Scores of one model in percent, by what stands left and by lengths."""
+
+    title: str
+    rows: tuple[str, ...] = ()
+    columns: tuple[int, ...] = ()
+    values: Mapping[tuple[str, int], float] = MappingProxyType({})
+    """What those that were evaluated have."""
+
+
+def panels_of(scores: Sequence[ContextScores]) -> list[tuple[Panel, ...]]:
+    """The panels of each task, of all models; empty ones of a model that has none of the task."""
+    each = [{panel.title: panel for panel in _panels(found)} for found in scores]
+    titles = dict.fromkeys(title for found in each for title in found)
+    return [tuple(found.get(title, Panel(title)) for found in each) for title in titles]
+
+
+def _panels(scores: ContextScores) -> list[Panel]:
+    """One panel for each task whose needles lie at given depths, and one for all other tasks."""
+    found, others = list[Panel](), list[tuple[str, Cell]]()
+    for name, task in scores.tasks.items():
+        if any(cell.depth is None for cell in task.cells):
+            others += [(name, cell) for cell in task.cells]
+        else:
+            found.append(_panel(name, [(f"{100 * (c.depth or 0):g} %", c) for c in task.cells]))
+    return [*found, _panel("tasks", others)] if others else found
+
+
+def _panel(title: str, cells: Sequence[tuple[str, Cell]]) -> Panel:
+    rows = tuple(dict.fromkeys(row for row, _ in cells))
+    columns = tuple(sorted({cell.length for _, cell in cells}))
+    return Panel(title, rows, columns, {(row, c.length): 100 * c.score for row, c in cells})
+
+
 def compare_scores(scores: Sequence[ContextScores]) -> str:
-    """Several models' scores in one table, a line each: base beside tuned.
+    """Several models' scores side by side: tasks by depth and length, and losses by position.
 
     Example:
         >>> print(compare_scores([base, tuned]))  # doctest: +SKIP
     """
-    return _summary(scores)
+    labels = [each.label or f"model {number}" for number, each in enumerate(scores, start=1)]
+    blocks = [_block(group, labels) for group in panels_of(scores)]
+    blocks.append(_losses_by_position(scores, labels))
+    tasks = {name: task for each in scores for name, task in each.tasks.items()}
+    blocks.append([f"{name}: {task.note}" for name, task in tasks.items() if task.note])
+    return "\n\n".join(map("\n".join, filter(None, blocks)))
 
 
-def _summary(scores: Sequence[ContextScores]) -> str:
-    """A table for the losses by position, and one with the mean of each task at each length; models
-    that have none of a column leave it empty."""
-    names = [each.label or f"model {number}" for number, each in enumerate(scores, start=1)]
-    of_losses: dict[str, dict[int, str]] = {}
-    of_tasks: dict[str, dict[int, str]] = {}
-    for number, each in enumerate(scores):
-        if (by_position := each.loss_by_position) is not None:
-            edges = by_position.edges
-            for start, stop, loss in zip(edges, edges[1:], by_position.loss, strict=False):
-                said = "-" if loss is None else f"{loss:.3f}"
-                of_losses.setdefault(f"{in_k(start)}-{in_k(stop)}", {})[number] = said
-        if (ppl := each.longppl) is not None:
-            said = "-" if ppl.longppl is None else f"{ppl.longppl:.3f}"
-            of_losses.setdefault("LongPPL", {})[number] = said
-        for name, task in each.tasks.items():
-            for length in sorted({cell.length for cell in task.cells}):
-                said = _percent(task.at(length))
-                of_tasks.setdefault(f"{name} {in_k(length)}", {})[number] = said
-    tables = []
-    if of_losses:
-        head = ["loss by position", *of_losses]
-        lines = [[n, *(c.get(k, "") for c in of_losses.values())] for k, n in enumerate(names)]
-        tables.append(_aligned([head, *lines]))
-    if of_tasks:
-        lines = [[said, *(c.get(k, "") for k in range(len(names)))] for said, c in of_tasks.items()]
-        tables.append(_aligned([["mean over depths", *names], *lines]))
-    return "\n\n".join(tables)
+def _losses_by_position(scores: Sequence[ContextScores], labels: Sequence[str]) -> list[str]:
+    """A head, and a line for each model; nothing where no model has losses."""
+    rows = list[dict[str, str]]()
+    for each, label in zip(scores, labels, strict=True):
+        row, found = {"loss by position": label}, each.loss_by_position
+        edges, losses = (found.edges, found.loss) if found else ((), ())
+        for (start, stop), loss in zip(pairwise(edges), losses, strict=True):
+            row[f"{in_k(start)}-{in_k(stop)}"] = "-" if loss is None else f"{loss:.4f}"
+        if each.longppl is not None:
+            row["LongPPL"] = f"{each.longppl.longppl or math.nan:.4f}"
+        rows += [row] if len(row) > 1 else []
+    head = dict.fromkeys(name for row in rows for name in row)
+    lines = [[row.get(name, "") for name in head] for row in rows]
+    return aligned([[*head], *lines]) if lines else []
+
+
+def _block(group: Sequence[Panel], labels: Sequence[str]) -> list[str]:
+    """A task's panels beside each other, in percent; the last line is the mean."""
+    names = dict.fromkeys(row for panel in group for row in panel.rows)
+    parts = [aligned([[f"{group[0].title}, %"], [""], *([name] for name in names), ["mean"]])]
+    for panel, label in zip(group, labels, strict=True):
+        rows = [[in_k(length) for length in panel.columns]]
+        rows += [[percent(panel.values.get((r, c))) for c in panel.columns] for r in names]
+        rows.append([percent(_mean(panel, length)) for length in panel.columns])
+        parts.append([label, *("".join(cell.rjust(6) for cell in row) for row in rows)])
+    return aligned(list(zip(*parts, strict=True)))
+
+
+def _mean(panel: Panel, column: int) -> float | None:
+    found = [value for (_, length), value in panel.values.items() if length == column]
+    return sum(found) / len(found) if found else None
+
+
+def percent(value: float | None) -> str:
+    """A score in percent, as tables and pictures have it."""
+    return "-" if value is None else f"{value:.0f}"
 
 
 def in_k(tokens: int) -> str:
@@ -179,22 +219,3 @@ def in_k(tokens: int) -> str:
     if tokens and tokens % 2**20 == 0:
         return f"{tokens // 2**20}M"
     return f"{tokens // 1024}K" if tokens and tokens % 1024 == 0 else str(tokens)
-
-
-def _depth(depth: float | None) -> str:
-    return "-" if depth is None else f"{100 * depth:g} %"
-
-
-def _percent(score: float | None) -> str:
-    return "" if score is None else f"{100 * score:.0f} %"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            text.ljust(width) if number == 0 else text.rjust(width)
-            for number, (text, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )

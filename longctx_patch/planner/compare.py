@@ -19,6 +19,7 @@ from longctx_patch.planner.recurrent_cost import RecurrentWork
 from longctx_patch.plans import Direction
 from longctx_patch.plans.generators.setting import Setting
 from longctx_patch.plans.generators.table import PLANS, SPARSE_PLAN, has_full_nodes
+from longctx_patch.rules.text_table import aligned
 from longctx_patch.sequence.layout import LayoutName
 
 _NOTE = (
@@ -56,12 +57,7 @@ class Comparison:
             table.append(_columns(row))
             if after is not None and after.prediction.direction is not row.prediction.direction:
                 table.append(("",) * len(_HEADER))
-        widths = [max(len(line[i]) for line in table) for i in range(len(_HEADER))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in table
-        ]
-        return "\n".join([*lines, "", _NOTE, *self._how_to_use()])
+        return "\n".join([*aligned(table), "", _NOTE, *self._how_to_use()])
 
     def _how_to_use(self) -> list[str]:
         """The config that runs what was chosen."""
