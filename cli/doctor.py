@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from longctx_patch.cli.arguments import gone_option
+from longctx_patch.cli.diagnosis import packages
+from longctx_patch.cli.diagnosis.packages import Check
+from longctx_patch.planner.machines import machine_of
 from longctx_patch.rules.text_table import aligned
 
 if TYPE_CHECKING:
     from longctx_patch.cli.diagnosis.gpus import Gpus
     from longctx_patch.cli.diagnosis.nodes import Place
-    from longctx_patch.cli.diagnosis.packages import Check
 
 AGAIN = "longctx doctor"
 ALL_NODES = "all"
@@ -28,7 +30,7 @@ ALL_NODES = "all"
 class Diagnosis:
     """Checks by host, and what to run next."""
 
-    checks: "Sequence[tuple[str, Check]]"
+    checks: Sequence[tuple[str, Check]]
     """(host, check) in the order of the report."""
     next: str
 
@@ -75,13 +77,11 @@ def doctor_command(out: Path, limit: float, quick: bool, as_json: bool) -> None:
 
 def _without_torch() -> Diagnosis | None:
     """What can be said where torch is missing or does not load; None where it does."""
-    from longctx_patch.cli.diagnosis.packages import Check, check_packages, installed
-
     try:
         import torch  # noqa: F401
     except (ImportError, OSError) as error:  # a library of CUDA that is missing is an OSError
         problem = Check("torch", "failed", f"import torch: {error}", "pip install torch")
-        return _alone([check_packages(installed()), problem], AGAIN)
+        return _alone([packages.check_packages(packages.installed()), problem], AGAIN)
     return None
 
 
@@ -91,7 +91,7 @@ def diagnose(out: Path, limit: float, *, quick: bool) -> tuple[Diagnosis, bool]:
     from longctx_patch.cli.diagnosis.gpus import read_gpus
     from longctx_patch.cli.diagnosis.nodes import launched
 
-    place, checks, following = launched(), list["Check"](), AGAIN
+    place, checks, following = launched(), list[Check](), AGAIN
     if place is None or place.speaks_for_node:
         gpus = read_gpus()
         # A launcher's other processes wait meanwhile, so kernels are not timed there.
@@ -104,12 +104,12 @@ def diagnose(out: Path, limit: float, *, quick: bool) -> tuple[Diagnosis, bool]:
     return _alone(checks, following), True
 
 
-def _alone(checks: "list[Check]", following: str) -> Diagnosis:
+def _alone(checks: list[Check], following: str) -> Diagnosis:
     return Diagnosis([(platform.node(), each) for each in checks], following)
 
 
-def _of_machine(out: Path, gpus: "Gpus", *, quick: bool, times_kernels: bool) -> "list[Check]":
-    from longctx_patch.cli.diagnosis import packages, speeds, writable
+def _of_machine(out: Path, gpus: "Gpus", *, quick: bool, times_kernels: bool) -> list[Check]:
+    from longctx_patch.cli.diagnosis import speeds, writable
     from longctx_patch.cli.diagnosis.gpus import check_gpus, check_links, check_torch
 
     checks = [packages.check_packages(packages.installed())]
@@ -137,15 +137,14 @@ def _kernels(*, timed: bool) -> dict[str, Any]:
 
 
 def _with_world(
-    place: "Place", checks: "list[Check]", limit: float, following: str, *, quick: bool
+    place: "Place", checks: list[Check], limit: float, following: str, *, quick: bool
 ) -> tuple[Diagnosis, bool]:
     """The exchange of all processes, with the checks of all nodes if that went well."""
     from longctx_patch.cli.diagnosis.nodes import check_world, member
-    from longctx_patch.cli.diagnosis.packages import installed
 
     if quick:
         return _alone(checks, following), place.speaks_for_node
-    known = installed()
+    known = packages.installed()
     mine = member(place, checks, known.of_numbers if known else {})
     members, together = check_world(mine, limit)
     theirs = [(each.place.host, check) for each in members for check in each.checks]
@@ -158,8 +157,6 @@ def _with_world(
 
 def next_command(gpus: "Gpus") -> str:
     """What a user of this machine runs next."""
-    from longctx_patch.planner.machines import machine_of
-
     if not gpus.seen:
         return "longctx patch MODEL --seq-len 2048 --gpus 2 --cpu --data texts/ --out run/"
     near = machine_of(gpus.seen[0].name, gpus.seen[0].total_bytes)

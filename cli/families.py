@@ -8,8 +8,12 @@ from pathlib import Path
 
 import click
 
+from longctx_patch.config import LongContextConfig
+from longctx_patch.families.checks import UnsupportedModelError, check_model_config
 from longctx_patch.families.family import IMAGES, Family
+from longctx_patch.families.load_config import load_model_config
 from longctx_patch.families.refused import NOT_PROVEN, REFUSED
+from longctx_patch.families.rope_facts import reachable_length
 from longctx_patch.families.supported import FAMILIES, TABLE
 from longctx_patch.rules.names import did_you_mean
 from longctx_patch.rules.text_table import aligned
@@ -62,10 +66,6 @@ def answer_for(model: str) -> tuple[bool, str]:
 
 def _answer_by_config(model: str) -> tuple[bool, str]:
     """Like `answer_for`, by the config of a hub name or of files."""
-    from longctx_patch.config import LongContextConfig
-    from longctx_patch.families.checks import UnsupportedModelError, check_model_config
-    from longctx_patch.families.load_config import load_model_config
-    from longctx_patch.families.rope_facts import reachable_length
     from longctx_patch.recipes.models import weights_or_config
 
     try:

@@ -17,10 +17,14 @@ from longctx_patch.cli.arguments import (
     option,
     options_of,
 )
-from longctx_patch.config import HardwareName
+from longctx_patch.config import HardwareName, LongContextConfig
+from longctx_patch.families.checks import check_model_config
+from longctx_patch.families.load_config import load_model_config
+from longctx_patch.families.rope_facts import possible_kinds, reachable_length
+from longctx_patch.planner.job import Job, WeightsDtype, parse_cluster
+from longctx_patch.planner.model_shape import shape_of
 
 if TYPE_CHECKING:
-    from longctx_patch.planner.job import Job, WeightsDtype
     from longctx_patch.planner.search import Result
 
 KINDS = ", ".join(get_args(HardwareName))
@@ -55,11 +59,9 @@ class PlanOptions(TrainingOptions):
                 "Add it, or use --rows-per-step."
             )
 
-    def job(self, model: str, config: Any) -> "Job":
+    def job(self, model: str, config: Any) -> Job:
         """What is to be trained. Raises ValueError for GPUs and models that are not known."""
         from longctx_patch.hf.layers.fused_layers import LIGER_FAMILIES
-        from longctx_patch.planner.job import Job, parse_cluster
-        from longctx_patch.planner.model_shape import shape_of
         from longctx_patch.recipes.also_train import also_trained
         from longctx_patch.recipes.models import weights_dtype
 
@@ -92,10 +94,6 @@ def plan_command(model: str, **options: Any) -> None:
     The exit code is 1 where nothing fits. docs/results/planner.md says how the numbers come about
     and how near they are.
     """
-    from longctx_patch.config import LongContextConfig
-    from longctx_patch.families.checks import check_model_config
-    from longctx_patch.families.load_config import load_model_config
-    from longctx_patch.families.rope_facts import possible_kinds, reachable_length
     from longctx_patch.planner.search import longest, search
 
     asked = PlanOptions(**options)
@@ -120,7 +118,7 @@ def plan_command(model: str, **options: Any) -> None:
         raise click.exceptions.Exit(1)
 
 
-def next_command(model: str, asked: PlanOptions, job: "Job", rope: str | None, degree: int) -> str:
+def next_command(model: str, asked: PlanOptions, job: Job, rope: str | None, degree: int) -> str:
     """The `longctx patch` that makes the run folder of what was planned.
 
     Args:
@@ -160,7 +158,7 @@ def next_command(model: str, asked: PlanOptions, job: "Job", rope: str | None, d
     return command if first is None else f"{first} && {command}"
 
 
-def _say_longest(job: "Job", most: int, *, as_json: bool) -> None:
+def _say_longest(job: Job, most: int, *, as_json: bool) -> None:
     from longctx_patch.cli.plan_report import render
     from longctx_patch.planner.search import search
 

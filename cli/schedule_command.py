@@ -5,22 +5,26 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import click
 
 from longctx_patch.cli.arguments import Choice, Tokens, flag, gone_option, option, options_of
 from longctx_patch.cli.timeline import check_drawable, describe, draw
 from longctx_patch.config import HardwareName, LongContextConfig
+from longctx_patch.families.facts import ModelFacts
+from longctx_patch.families.load_config import load_model_config
+from longctx_patch.families.recurrent_layers import recurrent_layers
+from longctx_patch.planner.attention_cost import Prediction, Workload, predict
+from longctx_patch.planner.compare import compare
+from longctx_patch.planner.degrees import decide
+from longctx_patch.planner.machines import MACHINES, Hardware
+from longctx_patch.planner.recurrent_cost import RecurrentWork
 from longctx_patch.plans import Direction
+from longctx_patch.plans.generators.setting import Setting
 from longctx_patch.plans.generators.table import PLANS, SPARSE_PLAN
 from longctx_patch.rules.text_table import size_text, time_text
-
-if TYPE_CHECKING:
-    from longctx_patch.planner.attention_cost import Prediction, Workload
-    from longctx_patch.planner.machines import Hardware
-    from longctx_patch.planner.recurrent_cost import RecurrentWork
-    from longctx_patch.plans.generators.setting import Setting
+from longctx_patch.sequence.documents import Documents
 
 ULYSSES = "ulysses"
 """A value of --plan in which all ranks exchange heads, without a ring; it is not in PLANS."""
@@ -66,12 +70,9 @@ class ScheduleOptions:
         if self.out is not None:
             check_drawable(self.out, self.ranks)
 
-    def workload(self, model: str | None) -> "Workload":
+    def workload(self, model: str | None) -> Workload:
         """The sizes of one attention layer, of MODEL or of Llama-3.1-8B (the default of Workload).
         Raises ValueError."""
-        from longctx_patch.planner.attention_cost import Workload
-        from longctx_patch.sequence.documents import Documents
-
         mean = min(self.document_tokens or self.seq_len, self.seq_len)
         return Workload(
             num_tokens=self.seq_len,
@@ -118,24 +119,16 @@ def schedule_command(model: str | None, **options: Any) -> None:
 
 def _heads_of(model: str) -> dict[str, Any]:
     """The heads of a model as fields of a `Workload`, from its config."""
-    from longctx_patch.families.facts import ModelFacts
-    from longctx_patch.families.load_config import load_model_config
-
     facts = ModelFacts.of(load_model_config(model))
     names = ("num_heads", "num_kv_heads", "head_dim", "latent_dim", "expansion")
     return {name: getattr(facts, name) for name in names}
 
 
-def _recurrences(model: str | None, workload: "Workload") -> "dict[RecurrentWork, float]":
+def _recurrences(model: str | None, workload: Workload) -> dict[RecurrentWork, float]:
     """How many recurrent layers the model has for each one with attention, which count in the
     choice of degrees."""
     if model is None:
         return {}
-    from longctx_patch.families.facts import ModelFacts
-    from longctx_patch.families.load_config import load_model_config
-    from longctx_patch.families.recurrent_layers import recurrent_layers
-    from longctx_patch.planner.recurrent_cost import RecurrentWork
-
     config = load_model_config(model)
     layers = recurrent_layers(config)
     if layers is None or layers.recurrence is None:
@@ -145,14 +138,12 @@ def _recurrences(model: str | None, workload: "Workload") -> "dict[RecurrentWork
 
 
 def make_setting(
-    plan: str, ranks: int, ulysses: int | None, workload: "Workload", hardware: "Hardware"
-) -> "Setting":
+    plan: str, ranks: int, ulysses: int | None, workload: Workload, hardware: Hardware
+) -> Setting:
     """Decide what a config with this plan runs over `ranks`, of which `ulysses` exchange heads.
 
     Raises ValueError.
     """
-    from longctx_patch.planner.degrees import decide
-
     degree = ulysses or (ranks if plan == ULYSSES else 1)
     if ranks % degree:
         raise ValueError(
@@ -175,15 +166,13 @@ def make_setting(
     return decide(config, workload, hardware)
 
 
-def read_hardware(name: HardwareName, ranks_per_node: int | None) -> "Hardware":
+def read_hardware(name: HardwareName, ranks_per_node: int | None) -> Hardware:
     """A preset, with this many GPUs in a machine."""
-    from longctx_patch.planner.machines import MACHINES
-
     preset = MACHINES[name]
     return dataclasses.replace(preset, gpus_per_node=ranks_per_node or preset.gpus_per_node)
 
 
-def _inner_ring(plan: str, ring: int, ulysses: int, hardware: "Hardware") -> int:
+def _inner_ring(plan: str, ring: int, ulysses: int, hardware: Hardware) -> int:
     """The number of ring ranks of a machine; Ulysses ranks are consecutive in it."""
     per_node = hardware.gpus_per_node
     if per_node % ulysses == 0 and ring % (per_node // ulysses) == 0:
@@ -198,12 +187,10 @@ def _inner_ring(plan: str, ring: int, ulysses: int, hardware: "Hardware") -> int
 
 def _predict(
     asked: ScheduleOptions,
-    setting: "Setting",
-    workload: "Workload",
-    hardware: "Hardware",
+    setting: Setting,
+    workload: Workload,
+    hardware: Hardware,
 ) -> None:
-    from longctx_patch.planner.attention_cost import predict
-
     direction = Direction(asked.direction or "forward")
     prediction = predict(
         setting, direction, workload, hardware, with_timeline=asked.out is not None
@@ -220,12 +207,10 @@ def _predict(
 
 def _compare(
     asked: ScheduleOptions,
-    workload: "Workload",
-    hardware: "Hardware",
-    recurrent: "dict[RecurrentWork, float]",
+    workload: Workload,
+    hardware: Hardware,
+    recurrent: dict[RecurrentWork, float],
 ) -> None:
-    from longctx_patch.planner.compare import compare
-
     directions = [Direction(asked.direction)] if asked.direction else list(Direction)
     comparison = compare(workload, hardware, asked.ranks, directions, recurrent)
     if asked.as_json:
@@ -245,7 +230,7 @@ def _one_of(option: str, values: list[int]) -> str:
     return f"{option} {' or '.join(map(str, values))}"
 
 
-def render(prediction: "Prediction", caption: str) -> str:
+def render(prediction: Prediction, caption: str) -> str:
     """A few lines for people."""
     degrees = f"Ulysses {prediction.ulysses_degree}, " if prediction.ulysses_degree > 1 else ""
     rows = [
@@ -273,7 +258,7 @@ def render(prediction: "Prediction", caption: str) -> str:
     )
 
 
-def _balance(prediction: "Prediction") -> str:
+def _balance(prediction: Prediction) -> str:
     """How evenly work is split, and how long GPUs wait in practice.
 
     Ranks of SPARSE_PLAN, which sends only what some query sees, don't go step by step, so that an

@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
 
 from longctx_patch.config import LongContextConfig
+from longctx_patch.planner.attention_cost import Prediction, Workload, predict
+from longctx_patch.planner.degrees import decide
+from longctx_patch.planner.machines import MACHINES, Hardware
+from longctx_patch.planner.simulate import Span
+from longctx_patch.plans import Direction
 from longctx_patch.rules.text_table import time_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from longctx_patch.planner.attention_cost import Prediction, Workload
-    from longctx_patch.planner.machines import Hardware
-    from longctx_patch.planner.simulate import Span
 
 ENDINGS = (".png", ".svg", ".pdf")
 MAX_RANKS = 64
@@ -54,7 +56,7 @@ class Bar(NamedTuple):
     """What the legend calls it, and its colour."""
 
 
-def bars_of(prediction: "Prediction") -> list[Bar]:
+def bars_of(prediction: Prediction) -> list[Bar]:
     """Every span of a prediction that was made `with_timeline`."""
     return [
         Bar(
@@ -68,7 +70,7 @@ def bars_of(prediction: "Prediction") -> list[Bar]:
     ]
 
 
-def _computed(span: "Span", prediction: "Prediction") -> tuple[str, str]:
+def _computed(span: Span, prediction: Prediction) -> tuple[str, str]:
     """What `Q<rank> x KV<rank or all>` is to this rank; ranks are those of the ring."""
     if 1 < prediction.ulysses_degree == prediction.ranks:
         return OWN_HEADS
@@ -111,7 +113,7 @@ def check_drawable(path: Path, num_ranks: int) -> None:
         )
 
 
-def draw(prediction: "Prediction", path: Path | BinaryIO, *, caption: str) -> None:
+def draw(prediction: Prediction, path: Path | BinaryIO, *, caption: str) -> None:
     """Write the picture of a prediction made `with_timeline`; `caption` says what was assumed.
 
     A file that is open gets a PNG.
@@ -119,7 +121,7 @@ def draw(prediction: "Prediction", path: Path | BinaryIO, *, caption: str) -> No
     make_figure(prediction, caption).savefig(path, dpi=110)
 
 
-def make_figure(prediction: "Prediction", caption: str) -> "Figure":
+def make_figure(prediction: Prediction, caption: str) -> "Figure":
     """Make the picture as matplotlib's figure."""
     from matplotlib.figure import Figure
 
@@ -150,7 +152,7 @@ def _draw_style(axes: Any, style: tuple[str, str], bars: Iterable[Bar]) -> None:
         axes.broken_barh(spans, (rank + top, height), **look)
 
 
-def title_of(prediction: "Prediction") -> str:
+def title_of(prediction: Prediction) -> str:
     """The plan and what it takes, on two lines."""
     degree = prediction.ulysses_degree
     ring = prediction.ranks // degree
@@ -178,7 +180,7 @@ class Picture(NamedTuple):
 
 def draw_schedule(
     config: LongContextConfig,
-    workload: "Workload",
+    workload: Workload,
     direction: Literal["forward", "backward"] = "forward",
 ) -> Picture:
     """Draw what a config runs in one attention call, on the GPUs of `config.hardware`.
@@ -190,11 +192,6 @@ def draw_schedule(
         >>> workload = Workload(num_tokens=131072)
         >>> draw_schedule(LongContextConfig(ring_degree=4), workload)  # doctest: +SKIP
     """
-    from longctx_patch.planner.attention_cost import predict
-    from longctx_patch.planner.degrees import decide
-    from longctx_patch.planner.machines import MACHINES
-    from longctx_patch.plans import Direction
-
     require_matplotlib("draw_schedule")
     if config.sequence_degree > MAX_RANKS:
         raise ValueError(
@@ -208,7 +205,7 @@ def draw_schedule(
     return Picture(file.getvalue())
 
 
-def describe(workload: "Workload", hardware: "Hardware") -> str:
+def describe(workload: Workload, hardware: Hardware) -> str:
     """What was assumed, on one line."""
     batch = f"batch {workload.batch}, " if workload.batch > 1 else ""
     heads = f"{workload.num_heads} / {workload.num_kv_heads} heads of {workload.head_dim}"

@@ -11,6 +11,8 @@ import click
 
 from longctx_patch.cli.arguments import Choice, flag, option, options_of
 from longctx_patch.config import LongContextConfig
+from longctx_patch.families.facts import ModelFacts
+from longctx_patch.families.load_config import load_model_config
 from longctx_patch.memory.policies import POLICIES, CheckpointPolicy
 from longctx_patch.recipes.run_record import settings_file_of
 from longctx_patch.rules.text_table import aligned
@@ -101,15 +103,11 @@ def run(target: str, options: VerifyOptions) -> "Report":
 
 def default_dtype(model_config: Any) -> str:
     """float64 where float32 keeps too few digits to compare, in the stock model too."""
-    from longctx_patch.families.facts import ModelFacts
-
     return "float64" if ModelFacts.of(model_config).num_recurrent else "float32"
 
 
 def load_target(target: str) -> Target:
     """Load the model's config; a folder that holds the recipe's settings is a run folder."""
-    from longctx_patch.families.load_config import load_model_config
-
     file = settings_file_of(target)
     if file is None:
         return Target(model_config=load_model_config(target))
