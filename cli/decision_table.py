@@ -6,7 +6,7 @@ from itertools import chain
 from typing import Any
 
 from longctx_patch.cli.decisions import Decisions
-from longctx_patch.cli.prediction import why_unpredicted
+from longctx_patch.cli.step_sharing import why_unpredicted
 from longctx_patch.families.facts import ModelFacts, Reach
 from longctx_patch.families.family import RECURRENT, SINKS
 from longctx_patch.families.recurrent_layers import kernel_packages

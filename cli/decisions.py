@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from longctx_patch.cli.patch_options import PatchOptions, check_out
-from longctx_patch.cli.prediction import cluster_of
 from longctx_patch.cli.run_recipe import SAVE_EVERY, Task, check_first_records, choose_task
-from longctx_patch.cli.step_sharing import Sharing, degrees_of, share
+from longctx_patch.cli.step_sharing import Sharing, cluster_of, degrees_of, share
 from longctx_patch.config import LongContextConfig
 from longctx_patch.families.checks import check_model_config
 from longctx_patch.families.load_config import is_local, load_model_config

@@ -12,9 +12,8 @@ from longctx_patch.config import LongContextConfig
 from longctx_patch.families.checks import UnsupportedModelError, check_model_config
 from longctx_patch.families.family import IMAGES, Family
 from longctx_patch.families.load_config import load_model_config
-from longctx_patch.families.refused import NOT_PROVEN, REFUSED
 from longctx_patch.families.rope_facts import reachable_length
-from longctx_patch.families.supported import FAMILIES, TABLE
+from longctx_patch.families.supported import FAMILIES, NOT_PROVEN, REFUSED, TABLE
 from longctx_patch.rules.names import did_you_mean
 from longctx_patch.rules.text_table import aligned
 

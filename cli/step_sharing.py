@@ -1,4 +1,5 @@
-"""How the GPUs of a run folder share the rows of a step: as asked, or as is predicted fastest."""
+"""How the GPUs of a run folder share the rows of a step: as asked, or as is predicted fastest; and
+what of memory and time is predicted, where --gpus names a kind."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -6,17 +7,18 @@ from typing import Any, NamedTuple
 
 from longctx_patch.cli.degree_options import DegreeChooser, asked_degrees
 from longctx_patch.cli.patch_options import PatchOptions
-from longctx_patch.cli.prediction import prediction, require_fit, run_of, why_unpredicted
 from longctx_patch.families.checks import check_model_config
 from longctx_patch.families.facts import ModelFacts
 from longctx_patch.families.recurrent_layers import recurrent_layers
-from longctx_patch.planner.advice import fastest
+from longctx_patch.planner.advice import advice, fastest
 from longctx_patch.planner.degrees import TIE, Way
-from longctx_patch.planner.job import Cluster, nearest_multiples
+from longctx_patch.planner.job import Cluster, nearest_multiples, parse_cluster
 from longctx_patch.planner.machines import MACHINES
 from longctx_patch.planner.search import Result, possible_degrees
-from longctx_patch.recipes.memory_report import job_of
+from longctx_patch.recipes.memory_report import job_of, predict_run
 from longctx_patch.recipes.settings import Settings
+
+PAIRS = "what pairs and their reference take"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,3 +184,71 @@ def _why_fastest(best: Result, results: list[Result]) -> str:
     if len(results) == 1:
         return f"no other number of GPUs per row is possible with {rows}"
     return f"of {rows}, {degree} per row predicted fastest ({best.time.total:.3g} s)"
+
+
+def cluster_of(
+    gpus: str, num_gpus: int, nodes: int, *, host_gib: float | None, cpu: bool
+) -> Cluster | None:
+    """The GPUs that --gpus names, spread evenly over `nodes` machines; None if it names no kind.
+
+    Raises ValueError for more GPUs than a machine has, and for a `host_gib` where nothing is
+    predicted that could be compared with it.
+    """
+    if gpus.isdigit() or cpu:
+        if host_gib is not None:
+            raise ValueError(
+                f"--host-gib {host_gib:g}: predictions are checked against it. Name the kind of "
+                f"GPUs, such as --gpus {num_gpus}xH200, and leave out --cpu."
+            )
+        return None
+    cluster = parse_cluster(gpus, host_gib)
+    most, per_node = cluster.hardware.gpus_per_node, -(-num_gpus // nodes)
+    if per_node > most:
+        raise ValueError(
+            f"--gpus {gpus} in --nodes {nodes}: machines of {cluster.hardware.name.upper()} "
+            f"have up to {most}. Use --nodes {-(-num_gpus // most)}."
+        )
+    hardware = dataclasses.replace(cluster.hardware, gpus_per_node=per_node)
+    return dataclasses.replace(cluster, hardware=hardware)
+
+
+def why_unpredicted(config: Any, *, is_dpo: bool) -> str:
+    """What of a run is not predicted, such as the experts of its model; empty if all is."""
+    facts = ModelFacts.of(config)
+    found = facts.unpredicted
+    if found and found == facts.unmeasured:  # "layer 0 is mamba" is no option
+        found = f"the recurrence ({found})"
+    return f"what {found} takes" if found else PAIRS if is_dpo else ""
+
+
+def run_of(options: PatchOptions, settings: Settings, config: Any, cluster: Cluster) -> Result:
+    """What a run with these settings takes on these GPUs."""
+    on_host, rows = options.states_on_host, options.step_rows
+    return predict_run(settings, config, cluster, states_on_host=on_host, rows_per_step=rows)
+
+
+def prediction(
+    options: PatchOptions, settings: Settings, config: Any, cluster: Cluster
+) -> Result | None:
+    """What the run is predicted to take; None where it is not (`why_unpredicted`).
+
+    Raises ValueError where the run is predicted not to fit, with what to change.
+    """
+    if why := why_unpredicted(config, is_dpo=options.dpo):
+        if cluster.host_bytes is not None:
+            raise ValueError(
+                f"--host-gib {cluster.host_bytes / 2**30:g}: {why} is not predicted, so that "
+                "nothing could be compared with it. Leave it out."
+            )
+        return None
+    return require_fit(run_of(options, settings, config, cluster))
+
+
+def require_fit(result: Result) -> Result:
+    """Raise ValueError where a run is predicted not to fit, with what to change."""
+    if not result.fits:
+        raise ValueError(
+            f"--gpus {result.job.cluster}: the run {result.reason}. {advice(result)}. `longctx "
+            "plan` compares more; with the number of GPUs alone nothing is predicted."
+        )
+    return result

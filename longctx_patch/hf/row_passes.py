@@ -33,13 +33,20 @@ from longctx_patch.hf.call import image_rows
 from longctx_patch.hf.call.inputs import option_problem, vocabulary_problem
 from longctx_patch.hf.call.row import ShardedRow
 from longctx_patch.hf.call.stock_documents import OF_MASKS, check_one_document
-from longctx_patch.hf.counted import number_of, require_known_group
 from longctx_patch.hf.layers.checkpointing import GRADIENTS_IN_EVALUATION
 from longctx_patch.hf.loss.lm_head import computes_scores
 from longctx_patch.hf.loss.shard_loss import would_have_gradients
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.hf.model.stock_model import input_bias, stock_model
-from longctx_patch.hf.row_outputs import ASKING, OTHER_OUTPUTS, Request, request_of, whole_outputs
+from longctx_patch.hf.row_outputs import (
+    ASKING,
+    OTHER_OUTPUTS,
+    Request,
+    number_of,
+    request_of,
+    require_known_group,
+    whole_outputs,
+)
 from longctx_patch.transport.meeting import Meeting, digest, meet, table
 
 Arguments = dict[str, Any]

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from longctx_patch.families.refused import REFUSED
-from longctx_patch.families.supported import TABLE
+from longctx_patch.families.supported import REFUSED, TABLE
 from tests.cli.conftest import Run
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "families.md"
