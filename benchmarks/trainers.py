@@ -32,7 +32,7 @@ DEFAULT = (
     "sft_context_parallel,none",
 )
 TOLERANCE = 2e-2
-"""Of the first loss, relative: bfloat16."""
+"""How far the first loss may be off, relative: bfloat16."""
 COLUMNS = (
     Column("system", lambda row: row["name"]),
     number("s/step", "seconds", "{:.3f}"),

@@ -89,7 +89,7 @@ def test_files_of_a_stream_are_what_it_is_known_by() -> None:
 
 
 def test_a_file_of_a_sampled_table_is_compared_with_that_of_its_name() -> None:
-    """Of a table over TRL 64 rows are hashed. Files that were moved under other names are not
+    """64 rows of a table over TRL are hashed. Files that were moved under other names are not
     compared, nor those of other rows, which are refused by themselves."""
     table = RUN | {"exact": EXACT | {"streaming": False}}
     now = table | {"files": {"a.jsonl": "9 bytes, sample ff"}}

@@ -22,7 +22,7 @@ def scheduled_s(run: Run, model: Path, kind: str, degrees: tuple[int, int]) -> f
 
 
 def planned_s(run: Run, model: Path, gpus: str) -> tuple[float, tuple[int, int]]:
-    """Of the best candidate over all GPUs that keeps attention: seconds of a layer, degrees."""
+    """Seconds of a layer, and degrees, of the best candidate over all GPUs that keeps attention."""
     found = json.loads(run("plan", model, "--gpus", gpus, "--seq-len", TOKENS, "--json").stdout)
     every = [c for c in found["candidates"] if f"{c['sp']}x" in gpus and c["attention_kept"] == 1]
     best = next(c for c in every if c["checkpoint"] == "attention")

@@ -48,7 +48,7 @@ def test_every_mask_without_a_ring(name: str, ulysses: int) -> None:
 
 @pytest.mark.parametrize("kernel", ["torch_cpu", "torch_eager"])
 def test_ranks_with_whole_documents_send_nothing(kernel: str) -> None:
-    """Of the two kernels one takes all documents of a rank in one call, the other can't."""
+    """One of the two kernels takes all documents of a rank in one call, the other can't."""
     row, tokens = Documents((6, 10) * 4, 64), np.arange(64)
     document = np.repeat(np.arange(8), row.lengths)
     table = (tokens[:, None] >= tokens) & (document[:, None] == document)

@@ -38,7 +38,7 @@ def tensors(dtype: torch.dtype) -> list[Tensor]:
 def test_scales_of_0_and_below_are_exact(
     scale: float, kernel: Any, softcap: float | None, is_prefix: bool
 ) -> None:
-    """Of a mask as well, whose hidden pairs are -inf before a kernel scales; on four ranks."""
+    """A mask makes hidden pairs -inf before a kernel scales them; four ranks share the row."""
     config = LongContextConfig(ulysses_degree=2, ring_degree=2, kernel=kernel)
 
     def rank(transport: Any) -> list[Tensor]:

@@ -48,7 +48,7 @@ HELD_UP_S = 60.0
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}
 DAMAGES: tuple[Kind, ...] = ("truncate", "flip", "delete")
 ALLOWED_BYTES = 2**15
-"""Of each file on a disk that is full. A rank's error, left for its launcher, is not longer."""
+"""How long a file may be on a disk that is full. A rank's error for its launcher is no longer."""
 ALLOWED_BYTES_OF_OTHERS = 2**13
 """For ranks other than 0, whose files are smaller."""
 STRUCK_FILE = "struck.txt"

@@ -196,7 +196,7 @@ LATENT_SIZES: dict[str, Any] = {
     "qk_rope_head_dim": 32,
     "v_head_dim": 64,
 }
-"""Of latent attention, whose latents travel in rings and heads under Ulysses."""
+"""Sizes of latent attention, whose latents travel in rings and heads under Ulysses."""
 
 
 def check_models(rank: int, world_size: int) -> None:

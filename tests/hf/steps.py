@@ -30,7 +30,7 @@ class Step(NamedTuple):
     loss: Tensor
     grads: dict[str, Tensor]
     logits: Tensor | None = None
-    """Of all tokens in the order of their rows; None where they were not made."""
+    """Those of all tokens in the order of their rows; None where they were not made."""
 
 
 def errors(found: Step, wanted: Step) -> dict[str, float]:

@@ -25,7 +25,7 @@ from tests.reference import relative_error
 
 
 def stock_log_probs(model: Any) -> list[Tensor]:
-    """Of each document, by full logits of the stock model."""
+    """The values of each document are those of the stock model's full logits."""
     found = []
     for ids, labels in DOCUMENTS:
         logs = model(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)

@@ -33,7 +33,7 @@ def extra(setting: Setting, direction: Direction) -> tuple[float, float]:
     ("direction", "products"), [(Direction.FORWARD, 1), (Direction.BACKWARD, 3)]
 )
 def test_a_ring_expands_what_it_computes_with(direction: Direction, products: int) -> None:
-    """Of two ranks, the first has the outer quarters of the row: its last one sees all keys of the
+    """The first of two ranks has the outer quarters of the row: its last one sees all keys of the
     other rank, whose quarters see the first quarter alone. Both see their own."""
     ring = Setting(plan="zigzag", layout="zigzag", ring_degree=2, ulysses_degree=1)
     quarter = 65536 // 4

@@ -91,8 +91,8 @@ def test_the_layer_after_which_most_is_held_need_not_be_the_last() -> None:
 
 
 def test_maps_of_a_zigzag_run_the_kernel_once_more_and_keep_what_it_saves() -> None:
-    """Of two ranks' four segments, those of the second rank lie in the middle: the last one needs
-    their maps. With contiguous shards nobody needs one."""
+    """The second rank's two segments lie between those of the first, whose last one needs their
+    maps. With contiguous shards nobody needs one."""
     job, net = hybrid_job("2xH200", TOKENS), kinds()[0]
     zigzag, contiguous = (
         result_of(job, ulysses=1, ring=2, checkpoint="none", layout=layout).candidate

@@ -177,7 +177,7 @@ def test_two_ranks_take_what_was_measured(
 
 
 def test_a_replay_waits_for_no_other_rank() -> None:
-    """Of two contiguous shards, the second waits in forward until the first has run."""
+    """The second of two contiguous shards waits in forward until the first has run."""
     row = row_of(LongContextConfig(ring_degree=2, layout="contiguous"), ROW)
     found = predict_recurrence(QWEN, row, "states", H100)
     run_s = ROW.num_tokens / 2 * QWEN.run_flops / H100.recurrent.delta_rule

@@ -119,7 +119,7 @@ def test_everything_is_what_from_pretrained_gives(tmp_path: Path) -> None:
 
 
 def test_what_is_written_after_reading_is_read_whole(tmp_path: Path) -> None:
-    """Of Youtu, transformers writes zeros to the row of the padding token."""
+    """transformers writes zeros to the row of Youtu's padding token."""
     model = featured_model("youtu", pad_token_id=5)
     with torch.no_grad():
         model.get_input_embeddings().weight.fill_(1.0)

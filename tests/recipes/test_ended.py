@@ -86,7 +86,7 @@ def test_a_shorter_run_than_what_is_done_is_refused(start: Start) -> None:
 
 
 def test_weights_that_are_gone_from_the_machine_are_not_others(start: Start) -> None:
-    """Of a name on the hub they lie in a cache, which somebody may have emptied since."""
+    """Weights of a hub name lie in a cache, which somebody may have emptied since."""
     output = start()
     record = json.loads((output / "settings.json").read_text())
     record["fingerprint"]["weights"] = {"model.safetensors": "8 bytes, sample aa"}

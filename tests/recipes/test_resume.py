@@ -115,7 +115,7 @@ def test_a_place_where_no_folder_can_be_is_named(start: Start, tmp_path: Path) -
 def test_a_place_that_takes_no_files_is_named(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a disk that is mounted to be read, also for root."""
+    """A disk that is mounted read-only takes none, also from root."""
     there = tmp_path / "there"
     there.mkdir()
     usual = os.access

@@ -88,7 +88,7 @@ def test_runs_resume_at_the_same_degree_and_at_another(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("optim", ["sgd", "adafactor", "adamw_8bit"])
 def test_any_optimizers_states_go_on(optim: str, tmp_path: Path) -> None:
-    """Of torch's, transformers' and bitsandbytes' optimizers: none, factored, and of 8 bits."""
+    """torch's keeps no states, transformers' factored ones, bitsandbytes' some of 8 bits."""
     more = {"max_steps": 4, "optim": optim, "save_strategy": "steps", "save_steps": 2}
     case = Case("", arguments=more | {"learning_rate": 1e-3})
     logged = []

@@ -41,7 +41,7 @@ class Products(TorchDispatchMode):
 
     @property
     def number(self) -> float:
-        """Of products of the first one's size."""
+        """How many products of the first one's size there are."""
         return sum(self.work) / self.work[0] if self.work else 0.0
 
 
@@ -223,7 +223,7 @@ def test_evaluation() -> None:
 
 
 def stock_logits(model: Any, batch: Batch) -> Tensor:
-    """Of whole rows, from each document alone; 0 on padding and on filled places."""
+    """Logits of whole rows, from each document alone; 0 on padding and on filled places."""
     shape = batch.given["input_ids"].shape
     parts = []
     for (row, first), (ids, _) in zip(batch.places, DOCUMENTS, strict=True):

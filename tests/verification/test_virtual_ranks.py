@@ -64,7 +64,7 @@ def test_every_gradient_is_that_of_the_stock_model(
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1"])
 def test_recurrent_layers_are_compared_in_float64(family: str) -> None:
-    """Of gradients of decays float32 keeps few digits, in the stock model too."""
+    """float32 keeps few digits of the gradients of decays, in the stock model too."""
     adapter = LoraConfig(target_modules=["q_proj", "in_proj", "in_proj_qkv"])
     for model in (featured_model(family), get_peft_model(featured_model(family), adapter)):
         found = verify_on_virtual_ranks(model, TWO, padded_rows())

@@ -123,7 +123,7 @@ def noting(stock: Function, seen: list[int]) -> Function:
 
 @pytest.mark.parametrize("family", CHAINED)
 def test_tokens_are_as_far_apart_as_is_said(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a width that divides neither limit."""
+    """The width divides neither limit."""
     model, seen = featured_model(family), dict[str, list[int]]()
     assert countable(recurrent_modules(model)) is None  # torch counts right
     notice(model, seen, monkeypatch)

@@ -154,7 +154,7 @@ def ring_and_ulysses(config: LongContextConfig) -> int:
 
 
 def joined_calls(config: LongContextConfig) -> int:
-    """Of all ranks: calls that run several documents."""
+    """Counts the calls of all ranks that run several documents."""
     documents, in_ring = Documents(DOCUMENTS, sum(DOCUMENTS)), config
     if config.recurrent_exchange == "heads":  # each rank runs what its Ulysses group holds
         in_ring = replace(config, ulysses_degree=1, recurrent_exchange="states")

@@ -1,4 +1,4 @@
-"""Of templates without marks, the assistant's turns are learned, token by token as written down
+"""The assistant's turns are learned under templates without marks, token by token as written down
 here by hand, or a record is refused with what differs."""
 
 import json
@@ -180,7 +180,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 def template_of(family: str, text: str | None = None) -> Template:
-    """Of a tokenizer whose words are those of the texts above. `text`: in place of its own."""
+    """Makes a tokenizer of the words of the texts above. `text`: its template, in place of its own."""
     texts = [LEARNED.sub(r"\1", text) for _, _, text in CASES.values()]
     words = {piece for text in texts for piece in re.findall(PIECES, text)}
     ids = {word: n for n, word in enumerate(["<unk>", *sorted(words)])}
