@@ -19,7 +19,7 @@ NUM_RANKS, LENGTH, SEED = 2, 64, 3
 FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text", "gemma4_text", "mixtral", "zamba2", "deepseek_v3")
 
 BOUND = {torch.float32: 1e-5, torch.float64: 1e-10}
-"""How far the loss and the worst gradient may be off, relative. Recurrent families are in float64."""
+"""How far the loss and the worst gradient may be off. Recurrent families are in float64."""
 
 
 def batch(model: Any) -> dict[str, Tensor]:

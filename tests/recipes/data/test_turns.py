@@ -180,7 +180,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 def template_of(family: str, text: str | None = None) -> Template:
-    """Makes a tokenizer of the words of the texts above. `text`: its template, in place of its own."""
+    """Makes a tokenizer of the words of the texts above; `text` is its template if given."""
     texts = [LEARNED.sub(r"\1", text) for _, _, text in CASES.values()]
     words = {piece for text in texts for piece in re.findall(PIECES, text)}
     ids = {word: n for n, word in enumerate(["<unk>", *sorted(words)])}
