@@ -4,35 +4,34 @@ torch's own listens on every interface of the machine, so that whoever reaches i
 """
 
 import socket
-from datetime import timedelta
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
     RendezvousParameters,
-    RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 BACKEND = "longctx_loopback"
 ADDRESS = "127.0.0.1"
-TIMEOUT = timedelta(minutes=10)
+TIMEOUT_S = 600
 """How long a process waits for what another one writes."""
 
 
-class LoopbackRendezvous(RendezvousHandler):
+class LoopbackRendezvous(StaticTCPRendezvous):
     """A rendezvous of one launcher, which keeps the store for its processes."""
 
-    def __init__(self, run_id: str) -> None:
+    def __init__(self, given: RendezvousParameters) -> None:
         listener = socket.create_server((ADDRESS, 0))
         port = listener.getsockname()[1]
-        self._run_id, self._place = run_id, RendezvousStoreInfo(ADDRESS, port)
+        super().__init__(
+            ADDRESS, port, rank=0, world_size=1, run_id=given.run_id, timeout=TIMEOUT_S
+        )
         self._store = TCPStore(
             ADDRESS,
             port,
             is_master=True,
-            timeout=TIMEOUT,
+            timeout=self.timeout,
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
@@ -40,34 +39,8 @@ class LoopbackRendezvous(RendezvousHandler):
     def get_backend(self) -> str:
         return BACKEND
 
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, self._place)
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """There is nothing that others could join."""
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        return True
-
-
-def _make(parameters: RendezvousParameters) -> RendezvousHandler:
-    return LoopbackRendezvous(parameters.run_id)
-
 
 def register_loopback() -> str:
     """Make the rendezvous known to torch's launcher. Returns its name there."""
-    rendezvous_handler_registry.register(BACKEND, _make)
+    rendezvous_handler_registry.register(BACKEND, LoopbackRendezvous)
     return BACKEND
