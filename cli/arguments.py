@@ -12,9 +12,11 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import click
 
 from longctx_patch.families.rope_facts import SCALINGS, RopeKind
+from longctx_patch.planner.degrees import Way
 from longctx_patch.planner.job import nearest_multiples
 from longctx_patch.rules.names import did_you_mean
 from longctx_patch.rules.number_rules import parse_tokens
+from longctx_patch.rules.world import require_whole_groups
 
 
 class Choice(click.Choice[str]):
@@ -168,6 +170,57 @@ class TrainingOptions:
                 f"--tokens-per-step {nearest_multiples(tokens, seq_len)}."
             )
         return tokens // seq_len
+
+
+def asked_degrees(
+    *,
+    num_ranks: int,
+    num_nodes: int = 1,
+    sequence_degree: int | None = None,
+    ulysses: int | None = None,
+    ring: int | None = None,
+) -> tuple[int, Way | None]:
+    """(How many ranks share a row, by default all; the degrees, None if no option names one).
+
+    Raises ValueError if the degrees' product isn't the sequence degree or doesn't divide the ranks.
+
+    Example:
+        >>> asked_degrees(num_ranks=16, ring=2)
+        (16, Way(ulysses=8, ring=2, layout=None))
+    """
+    if num_ranks % num_nodes:
+        raise ValueError(
+            f"--gpus {num_ranks} over --nodes {num_nodes}: --gpus counts the GPUs of all nodes, so "
+            f"it is a multiple of {num_nodes}. Use --gpus {-(-num_ranks // num_nodes) * num_nodes}."
+        )
+    if ulysses and ring:
+        degree = ulysses * ring
+        if sequence_degree not in (None, degree):
+            raise ValueError(
+                f"--ulysses {ulysses} x --ring {ring} = {degree}, but --sequence-degree is "
+                f"{sequence_degree}: the degrees must multiply to it. Leave --sequence-degree out."
+            )
+    else:
+        degree = sequence_degree or num_ranks
+    _check_divides(degree, num_ranks, ulysses, ring)
+    if not (ulysses or ring):
+        return degree, None
+    ulysses = ulysses or degree // (ring or 1)
+    return degree, Way(ulysses, degree // ulysses)
+
+
+def _check_divides(degree: int, num_ranks: int, ulysses: int | None, ring: int | None) -> None:
+    divisors = [d for d in range(1, num_ranks + 1) if num_ranks % d == 0]
+    given = f"--ulysses {ulysses} x --ring {ring}" if ulysses and ring else "--sequence-degree"
+    require_whole_groups(given, degree, num_ranks, started=False)
+    for name, value in (("ulysses", ulysses), ("ring", ring)):
+        if value and degree % value:
+            fitting = [d for d in divisors if degree % d == 0]
+            raise ValueError(
+                f"--{name} {value} with {degree} ranks per sequence: --ulysses x --ring must be "
+                f"{degree}. Use --{name} {' or '.join(map(str, fitting))}, or set "
+                "--sequence-degree."
+            )
 
 
 def gone_option(name: str, instead: str, *, is_flag: bool = False) -> Callable[[Any], Any]:

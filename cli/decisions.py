@@ -11,7 +11,7 @@ from typing import Any
 
 from longctx_patch.cli.patch_options import PatchOptions, check_out
 from longctx_patch.cli.run_recipe import SAVE_EVERY, Task, check_first_records, choose_task
-from longctx_patch.cli.step_sharing import Sharing, cluster_of, degrees_of, share
+from longctx_patch.cli.step_sharing import Sharer, Sharing, cluster_of, degrees_of
 from longctx_patch.config import LongContextConfig
 from longctx_patch.families.checks import check_model_config
 from longctx_patch.families.load_config import is_local, load_model_config
@@ -144,7 +144,8 @@ def decide(model: str, options: PatchOptions) -> Decisions:
     tokenizer = models.load_tokenizer(settings)
     models.check_vocabulary(tokenizer, scaled)
     losses = check_first_records(task, options, tokenizer, scaled.vocab_size)
-    sharing = share(options, settings, scaled, cluster)
+    sharer = Sharer(options=options, settings=settings, config=scaled, cluster=cluster)
+    sharing = sharer.share()
     models.check_4bit(sharing.settings, fsdp=options.fsdp)
     return Decisions(
         options=options,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import click
 import yaml
 
-from longctx_patch.cli.arguments import RopeOptions, Tokens, flag, option, options_of
+from longctx_patch.cli.arguments import RopeOptions, Tokens, asked_degrees, flag, option, options_of
 from longctx_patch.cli.train import hides_gpus, import_shared, limit_threads
 from longctx_patch.cli.train import start as start_processes
 from longctx_patch.config import LongContextConfig
@@ -290,7 +290,6 @@ def _degrees(
     configs: Sequence[Any], number: int, run: tuple[int, int] | None, options: EvalOptions
 ) -> tuple[int, int]:
     """As asked, as the run had them, or Ulysses as far as it divides the heads of all models."""
-    from longctx_patch.cli.degree_options import asked_degrees
     from longctx_patch.planner.degrees import most_ulysses
 
     if options.ulysses or options.ring:

@@ -2,23 +2,36 @@
 what of memory and time is predicted, where --gpus names a kind."""
 
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
-from longctx_patch.cli.degree_options import DegreeChooser, asked_degrees
+from longctx_patch.cli.arguments import asked_degrees
 from longctx_patch.cli.patch_options import PatchOptions
 from longctx_patch.families.checks import check_model_config
 from longctx_patch.families.facts import ModelFacts
 from longctx_patch.families.recurrent_layers import recurrent_layers
 from longctx_patch.planner.advice import advice, fastest
-from longctx_patch.planner.degrees import TIE, Way
-from longctx_patch.planner.job import Cluster, nearest_multiples, parse_cluster
-from longctx_patch.planner.machines import MACHINES
+from longctx_patch.planner.attention_cost import Workload
+from longctx_patch.planner.degrees import TIE, Way, costs_of_ways, most_ulysses, preferred
+from longctx_patch.planner.job import (
+    MOST_GPUS,
+    Cluster,
+    gpus_together,
+    nearest_multiples,
+    parse_cluster,
+)
+from longctx_patch.planner.machines import MACHINES, Hardware
+from longctx_patch.planner.recurrent_cost import RecurrentWork
 from longctx_patch.planner.search import Result, possible_degrees
 from longctx_patch.recipes.memory_report import job_of, predict_run
 from longctx_patch.recipes.settings import Settings
+from longctx_patch.sequence.documents import Documents
 
 PAIRS = "what pairs and their reference take"
+TYPICAL_TOKENS = 2048
+"""Tokens of a document of packed rows, whose lengths are not known before the text is read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,77 +49,12 @@ class Sharing:
     second; it trains another number of rows in a step."""
 
 
-def share(
-    options: PatchOptions, settings: Settings, config: Any, cluster: Cluster | None
-) -> Sharing:
-    """Decide how many GPUs share each row, in which way, and how many rows each trains in a step.
-
-    Raises ValueError for degrees that don't fit, and for a run that is predicted not to fit.
-    """
-    chooser = _chooser(options, settings, config, cluster)
-    if options.step_rows is not None and not options.names_degrees:
-        return _fastest(options, settings, config, cluster, chooser)
-    degree, asked = degrees_of(options)
-    forwards = forwards_of_step(options.step_rows, options.num_gpus, degree)
-    way, why = (asked, "as asked") if asked else chooser.choose(degree)
-    decided = _decided(settings, way, forwards)
-    check_model_config(config, decided.sequence_parallelism())
-    predicted = None if cluster is None else prediction(options, decided, config, cluster)
-    faster = ""
-    if predicted is not None and not options.names_degrees:
-        ways = _by_degree(options, settings, config, predicted.job.cluster, chooser)
-        faster = _faster(fastest([way.result for way in ways.values()]), predicted)
-    return Sharing(settings=decided, why=why, predicted=predicted, faster=faster)
-
-
-def forwards_of_step(rows: int | None, num_gpus: int, degree: int) -> int:
-    """How many rows each group of `degree` GPUs trains in a step, one after the other.
-
-    Raises ValueError if some groups would have more rows than others.
-    """
-    at_once = num_gpus // degree
-    rows = rows or at_once
-    if rows % at_once:
-        raise ValueError(
-            f"{rows} rows per step with {degree} of {num_gpus} GPUs per row: {at_once} rows are "
-            f"trained at once, so a step has a multiple of {at_once}. Use --rows-per-step "
-            f"{nearest_multiples(rows, at_once)}, or leave the degrees to `longctx patch`."
-        )
-    return rows // at_once
-
-
 class _Predicted(NamedTuple):
     """A way to share rows, and what it takes."""
 
     settings: Settings
     why: str
     result: Result
-
-
-def _by_degree(
-    options: PatchOptions, settings: Settings, config: Any, cluster: Cluster, chooser: DegreeChooser
-) -> dict[int, _Predicted]:
-    """The best way for each number of GPUs that may share a row."""
-    job = job_of(settings, config, cluster, rows_per_step=options.step_rows)
-    found = {}
-    for degree in possible_degrees(job):
-        way, why = chooser.choose(degree)
-        its = _decided(settings, way, job.forwards(degree))
-        found[degree] = _Predicted(its, why, run_of(options, its, config, cluster))
-    return found
-
-
-def _faster(best: Result, chosen: Result) -> str:
-    """What to add to the command to train as fast as `best`; empty if it is no faster."""
-    gpus, degree = best.job.cluster.num_gpus, best.candidate.sequence_degree
-    speeds = [each.tokens_per_second_per_gpu * gpus for each in (best, chosen)]
-    if not best.fits or speeds[0] <= speeds[1] * (1 + TIE):
-        return ""
-    return (
-        f"Faster: --sequence-degree {degree} is predicted to train {speeds[0]:,.0f} tokens/s in "
-        f"place of {speeds[1]:,.0f}, with steps of {best.num_rows} in place of "
-        f"{chosen.num_rows} rows."
-    )
 
 
 def degrees_of(options: PatchOptions) -> tuple[int, Way | None]:
@@ -121,44 +69,193 @@ def degrees_of(options: PatchOptions) -> tuple[int, Way | None]:
     )
 
 
-def _chooser(
-    options: PatchOptions, settings: Settings, config: Any, cluster: Cluster | None
-) -> DegreeChooser:
-    kind = MACHINES[settings.hardware] if cluster is None else cluster.hardware
-    return DegreeChooser(
-        settings=settings,
-        facts=ModelFacts.of(config),
-        gpus_per_node=options.num_gpus // options.nodes,
-        hardware=None if options.cpu else kind,
-        recurrent=recurrent_layers(config),
-    )
+@dataclass(frozen=True, kw_only=True)
+class Sharer:
+    """Decides how many GPUs share each row of a run, in which way, and how many rows each trains in
+    a step."""
+
+    options: PatchOptions
+    settings: Settings
+    """Their degrees are ignored."""
+    config: Any
+    """Of the model, as it is trained."""
+    cluster: Cluster | None
+    """None if --gpus names no kind."""
+
+    def share(self) -> Sharing:
+        """Decide. Raises ValueError for degrees that don't fit, and for a run that is predicted not
+        to fit."""
+        options = self.options
+        if options.step_rows is not None and not options.names_degrees:
+            return self._fastest()
+        degree, asked = degrees_of(options)
+        forwards = self._forwards(degree)
+        way, why = (asked, "as asked") if asked else self._choose(degree)
+        decided = self._decided(way, forwards)
+        check_model_config(self.config, decided.sequence_parallelism())
+        predicted, faster = self._prediction(decided), ""
+        if predicted is not None and not options.names_degrees:
+            faster = _faster(fastest([way.result for way in self._by_degree.values()]), predicted)
+        return Sharing(settings=decided, why=why, predicted=predicted, faster=faster)
+
+    def _fastest(self) -> Sharing:
+        """The way that is predicted to take the least time for the rows of a step."""
+        unpredicted = why_unpredicted(self.config, is_dpo=self.options.dpo)
+        if self.cluster is None or unpredicted:
+            raise ValueError(_not_predicted(self.options, unpredicted))
+        results = [way.result for way in self._by_degree.values()]
+        best = _require_fit(fastest(results))
+        chosen = self._by_degree[best.candidate.sequence_degree]
+        why = f"{_why_fastest(best, results)}; {chosen.why}"
+        return Sharing(settings=chosen.settings, why=why, predicted=best)
+
+    def _forwards(self, degree: int) -> int:
+        """How many rows each group of `degree` GPUs trains in a step, one after the other.
+
+        Raises ValueError if some groups would have more rows than others.
+        """
+        num_gpus, at_once = self.options.num_gpus, self.options.num_gpus // degree
+        rows = self.options.step_rows or at_once
+        if rows % at_once:
+            raise ValueError(
+                f"{rows} rows per step with {degree} of {num_gpus} GPUs per row: {at_once} rows "
+                f"are trained at once, so a step has a multiple of {at_once}. Use --rows-per-step "
+                f"{nearest_multiples(rows, at_once)}, or leave the degrees to `longctx patch`."
+            )
+        return rows // at_once
+
+    def _decided(self, way: Way, forwards: int) -> Settings:
+        shared: dict[str, Any] = {"ulysses": way.ulysses, "ring": way.ring}
+        shared["layout"] = way.layout or self.settings.layout
+        return dataclasses.replace(self.settings, gradient_accumulation_steps=forwards, **shared)
+
+    @cached_property
+    def _by_degree(self) -> dict[int, _Predicted]:
+        """The best way for each number of GPUs that may share a row."""
+        assert self.cluster is not None
+        rows = self.options.step_rows
+        job = job_of(self.settings, self.config, self.cluster, rows_per_step=rows)
+        found = {}
+        for degree in possible_degrees(job):
+            way, why = self._choose(degree)
+            its = self._decided(way, job.forwards(degree))
+            found[degree] = _Predicted(its, why, self._run(its))
+        return found
+
+    def _run(self, settings: Settings) -> Result:
+        """What a run with these settings takes."""
+        on_host, rows = self.options.states_on_host, self.options.step_rows
+        assert self.cluster is not None
+        return predict_run(
+            settings, self.config, self.cluster, states_on_host=on_host, rows_per_step=rows
+        )
+
+    def _prediction(self, settings: Settings) -> Result | None:
+        """What the run is predicted to take; None where it is not (`why_unpredicted`).
+
+        Raises ValueError where the run is predicted not to fit, with what to change.
+        """
+        if self.cluster is None:
+            return None
+        if why := why_unpredicted(self.config, is_dpo=self.options.dpo):
+            if self.cluster.host_bytes is not None:
+                raise ValueError(
+                    f"--host-gib {self.cluster.host_bytes / 2**30:g}: {why} is not predicted, so "
+                    "that nothing could be compared with it. Leave it out."
+                )
+            return None
+        return _require_fit(self._run(settings))
+
+    def _choose(self, degree: int) -> tuple[Way, str]:
+        """The way in which `degree` ranks share a row, and why."""
+        if degree == 1:
+            return Way(1, 1), "one rank per sequence, so nothing is cut"
+        per_node = self.options.num_gpus // self.options.nodes
+        if (hardware := self._hardware) is None or degree > MOST_GPUS:
+            heads = self._facts.num_kv_heads
+            way = most_ulysses(degree, num_kv_heads=heads, gpus_per_node=per_node)
+            limits = f"the {heads} key-value heads and the {per_node} ranks of a node"
+            return way, f"Ulysses as far as it divides {limits}, ring for the rest"
+        machine = dataclasses.replace(hardware, gpus_per_node=gpus_together(degree, per_node))
+        config = self.settings.sequence_parallelism()
+        costs = costs_of_ways(self._layers, machine, degree, config, self._recurrences)
+        return preferred(costs), self._reason(hardware)
+
+    @cached_property
+    def _facts(self) -> ModelFacts:
+        return ModelFacts.of(self.config)
+
+    @property
+    def _hardware(self) -> Hardware | None:
+        """None for CPUs, for which nothing is predicted."""
+        if self.options.cpu:
+            return None
+        return MACHINES[self.settings.hardware] if self.cluster is None else self.cluster.hardware
+
+    @property
+    def _rows(self) -> list[tuple[int, ...]]:
+        """The lengths of the documents of typical rows; empty for one that is not packed."""
+        seq_len = self.settings.seq_len
+        if not self.settings.pack:
+            return [()]
+        short = Documents.typical(seq_len, TYPICAL_TOKENS).lengths
+        return [(seq_len,), short] if self.settings.mixture else [short]
+
+    @property
+    def _layers(self) -> Counter[Workload]:
+        """How many layers there are of each kind, over all rows of the sample."""
+        facts, seq_len = self._facts, self.settings.seq_len
+        latents = self.settings.kv_exchange != "heads"
+        return Counter(
+            Workload(
+                num_tokens=seq_len,
+                num_heads=facts.num_heads,
+                num_kv_heads=facts.num_kv_heads,
+                head_dim=facts.head_dim,
+                latent_dim=facts.latent_dim if latents else None,
+                expansion=facts.expansion if latents else None,
+                lengths=lengths
+                if reach.chunk is None
+                else Documents.of_row(lengths, seq_len).cut(reach.chunk).lengths,
+                window=reach.window,
+            )
+            for lengths in self._rows
+            for reach in facts.reaches_in(seq_len)
+        )
+
+    @property
+    def _recurrences(self) -> Counter[RecurrentWork]:
+        """How many recurrences there are of each kind, over all rows of the sample."""
+        layers, found = recurrent_layers(self.config), Counter[RecurrentWork]()
+        if layers is not None and layers.recurrence is not None:
+            for lengths in self._rows:
+                documents = Documents.of_row(lengths, self.settings.seq_len)
+                found[RecurrentWork(layers.recurrence, documents)] += layers.num_layers
+        return found
+
+    def _reason(self, hardware: Hardware) -> str:
+        counts = " or ".join(str(len(lengths)) for lengths in self._rows)
+        kinds = [f"rows of {counts} documents"] if self.settings.pack else []
+        reaches = self._facts.reaches_in(self.settings.seq_len)
+        kinds += ["layers with a window"] if any(reach.window for reach in reaches) else []
+        kinds += ["layers of chunks"] if any(reach.chunk for reach in reaches) else []
+        sources = {hardware.recurrent.source(work.shape.kind) for work in self._recurrences}
+        kinds += [f"recurrent layers at rates {source}" for source in sources]
+        what = f"{' and '.join(kinds) or 'causal rows'} on {hardware.name.upper()}"
+        assumed = f"; this assumes documents of {TYPICAL_TOKENS:,} tokens"
+        return f"predicted fastest for {what}{assumed * self.settings.pack}"
 
 
-def _decided(settings: Settings, way: Way, forwards: int) -> Settings:
-    shared: dict[str, Any] = {"ulysses": way.ulysses, "ring": way.ring}
-    shared["layout"] = way.layout or settings.layout
-    return dataclasses.replace(settings, gradient_accumulation_steps=forwards, **shared)
-
-
-def _fastest(
-    options: PatchOptions,
-    settings: Settings,
-    config: Any,
-    cluster: Cluster | None,
-    chooser: DegreeChooser,
-) -> Sharing:
-    """The way that is predicted to take the least time for the rows of a step."""
-    unpredicted = why_unpredicted(config, is_dpo=options.dpo)
-    if cluster is None or unpredicted:
-        raise ValueError(_not_predicted(options, unpredicted))
-    ways = _by_degree(options, settings, config, cluster, chooser)
-    results = [way.result for way in ways.values()]
-    best = require_fit(fastest(results))
-    chosen = ways[best.candidate.sequence_degree]
-    return Sharing(
-        settings=chosen.settings,
-        why=f"{_why_fastest(best, results)}; {chosen.why}",
-        predicted=best,
+def _faster(best: Result, chosen: Result) -> str:
+    """What to add to the command to train as fast as `best`; empty if it is no faster."""
+    gpus, degree = best.job.cluster.num_gpus, best.candidate.sequence_degree
+    speeds = [each.tokens_per_second_per_gpu * gpus for each in (best, chosen)]
+    if not best.fits or speeds[0] <= speeds[1] * (1 + TIE):
+        return ""
+    return (
+        f"Faster: --sequence-degree {degree} is predicted to train {speeds[0]:,.0f} tokens/s in "
+        f"place of {speeds[1]:,.0f}, with steps of {best.num_rows} in place of "
+        f"{chosen.num_rows} rows."
     )
 
 
@@ -221,30 +318,7 @@ def why_unpredicted(config: Any, *, is_dpo: bool) -> str:
     return f"what {found} takes" if found else PAIRS if is_dpo else ""
 
 
-def run_of(options: PatchOptions, settings: Settings, config: Any, cluster: Cluster) -> Result:
-    """What a run with these settings takes on these GPUs."""
-    on_host, rows = options.states_on_host, options.step_rows
-    return predict_run(settings, config, cluster, states_on_host=on_host, rows_per_step=rows)
-
-
-def prediction(
-    options: PatchOptions, settings: Settings, config: Any, cluster: Cluster
-) -> Result | None:
-    """What the run is predicted to take; None where it is not (`why_unpredicted`).
-
-    Raises ValueError where the run is predicted not to fit, with what to change.
-    """
-    if why := why_unpredicted(config, is_dpo=options.dpo):
-        if cluster.host_bytes is not None:
-            raise ValueError(
-                f"--host-gib {cluster.host_bytes / 2**30:g}: {why} is not predicted, so that "
-                "nothing could be compared with it. Leave it out."
-            )
-        return None
-    return require_fit(run_of(options, settings, config, cluster))
-
-
-def require_fit(result: Result) -> Result:
+def _require_fit(result: Result) -> Result:
     """Raise ValueError where a run is predicted not to fit, with what to change."""
     if not result.fits:
         raise ValueError(

@@ -6,7 +6,7 @@ import pytest
 from accelerate.state import PartialState
 
 from longctx_patch import LongContextConfig, make_sequence_group
-from longctx_patch.cli.degree_options import asked_degrees
+from longctx_patch.cli.arguments import asked_degrees
 from longctx_patch.plugin import SequenceParallelismConfig, accelerate_yaml, make_accelerator
 from longctx_patch.rules.world import require_whole_groups
 
