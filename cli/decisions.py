@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from longctx_patch.cli.patch_options import PatchOptions, check_out
+from longctx_patch.cli.patch_options import PatchOptions
 from longctx_patch.cli.run_recipe import SAVE_EVERY, Task, check_first_records, choose_task
 from longctx_patch.cli.step_sharing import Sharer, Sharing, cluster_of, degrees_of
 from longctx_patch.config import LongContextConfig
@@ -24,6 +24,7 @@ from longctx_patch.recipes.context import read_factors
 from longctx_patch.recipes.data.losses import Losses
 from longctx_patch.recipes.data.sources import check_apart
 from longctx_patch.recipes.models import check_not_fp8
+from longctx_patch.recipes.run_record import require_new
 from longctx_patch.recipes.settings import Settings
 from longctx_patch.sequence.layout import LayoutName
 
@@ -124,7 +125,7 @@ def decide(model: str, options: PatchOptions) -> Decisions:
 
     Raises ValueError with the value, the rule and what to type.
     """
-    check_out(options.out, options.folder)
+    require_new(options.folder, f"--out {str(options.out)!r}")
     for sources in options.sources_by_option.values():
         check_apart(options.folder, sources)
     task = choose_task(options)

@@ -22,7 +22,7 @@ from longctx_patch.cli.train import start as start_processes
 from longctx_patch.config import LongContextConfig
 from longctx_patch.families.checks import check_model_config
 from longctx_patch.families.facts import ModelFacts
-from longctx_patch.recipes.run_record import outputs_of
+from longctx_patch.recipes.run_record import outputs_of, require_new
 from longctx_patch.recipes.yaml_file import read_yaml
 from longctx_patch.rules.number_rules import parse_tokens
 from longctx_patch.rules.text_table import size_text
@@ -342,9 +342,8 @@ def _folder(target: str, tuned: "Evaluated", asked: Path | None, *, is_dry: bool
     from longctx_patch.recipes.evaluate import SCORES_FILE
 
     if asked is not None:
-        if asked.exists() and (not asked.is_dir() or any(asked.iterdir())):
-            raise ValueError(f"--out {str(asked)!r} holds files. Give a new or empty folder.")
-        return asked.expanduser().resolve()
+        require_new(folder := asked.expanduser().resolve(), f"--out {str(asked)!r}")
+        return folder
     first = Path(target).expanduser() / "eval" if tuned.is_run else Path(f"eval-{tuned.label}")
     first, sign = (first.with_name(f"{first.name}-dry"), SCORES_FILE) if is_dry else (first, "")
     others = (first.with_name(f"{first.name}-{number}") for number in count(2))

@@ -155,15 +155,6 @@ class PatchOptions(TrainingOptions, RopeOptions):
             raise ValueError(f"--states-on-host with {other}: use one of them.")
 
 
-def check_out(out: Path, folder: Path) -> None:
-    """Refuse a folder that holds files."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(
-            f"--out {str(out)!r} holds files: a run folder is new or empty, so that nothing is "
-            "overwritten. Give another folder, or remove this one."
-        )
-
-
 def _absolute(sources: Sequence[str]) -> list[str]:
     from longctx_patch.recipes.data.addresses import absolute
 

@@ -26,6 +26,7 @@ from longctx_patch.recipes.adapter import AdapterOverBase, load_adapter_config
 from longctx_patch.recipes.exporting import write_config
 from longctx_patch.recipes.model_card import ADAPTER_FILE
 from longctx_patch.recipes.models import is_bare_config
+from longctx_patch.recipes.run_record import require_new
 
 TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
@@ -79,8 +80,7 @@ def merge(
     Raises ValueError, before anything is written, for what can't be merged, and for a base whose
     files are not those that the adapter was trained over, unless it is given.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"--out {str(out)!r} holds files. Give a new or empty folder.")
+    require_new(out, f"--out {str(out)!r}")
     adapter = load_adapter_config(adapter_folder)
     name = base or adapter.base_model_name_or_path or ""
     source = base_folder(name, None if base else adapter.revision)

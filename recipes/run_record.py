@@ -45,6 +45,14 @@ def outputs_of(folder: Path) -> tuple[Path, ...]:
     return outputs
 
 
+def require_new(folder: Path, said: object) -> None:
+    """Raise ValueError for a folder that holds files; `said` names it."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(
+            f"{said} holds files. Give a new or empty folder, so that nothing is overwritten."
+        )
+
+
 def say_ended(output: Path) -> None:
     """Print, once for a job, that there is nothing to go on with."""
     if os.environ.get("RANK", "0") == "0":

@@ -17,6 +17,7 @@ from longctx_patch.families.text_part import auto_class_name
 from longctx_patch.plugin import text_model
 from longctx_patch.recipes.launch import one_message
 from longctx_patch.recipes.models import check_not_fp8
+from longctx_patch.recipes.run_record import require_new
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -28,8 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "`python -m longctx_patch.recipes.text_model Qwen/Qwen3-VL-8B-Instruct text`."
         )
     source, folder = given[0], Path(given[1]).expanduser()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} holds files. Give a new or empty folder.")
+    require_new(folder, folder)
     check_not_fp8(source, load_model_config(source))
     model = text_model(source)
     model.save_pretrained(folder)

@@ -200,8 +200,7 @@ def test_patch_refuses_a_folder_that_holds_files(
     (out / "mine.txt").write_text("kept")
     result = run("patch", config(), "--seq-len", 64, "--gpus", 2, "--out", out)
     assert result.exit_code == 1
-    assert "holds files: a run folder is new or empty" in result.stderr
-    assert "Give another folder" in result.stderr
+    assert "holds files. Give a new or empty folder" in result.stderr
     assert [path.name for path in out.iterdir()] == ["mine.txt"]
 
 
