@@ -20,7 +20,7 @@ if __name__ == "__main__":
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # as by nohup
             signal.signal(number, signal.SIG_DFL)
-    from longctx_patch.plugin.siblings import wait_for_siblings
+    from longctx_patch.plugin.start import wait_for_siblings
     from longctx_patch.recipes.launch import one_message
 
     wait_for_siblings()

@@ -26,7 +26,7 @@ from longctx_patch.hf.layers.fused_layers import (
     require_fused_layers,
 )
 from longctx_patch.plugin import close_accelerator
-from longctx_patch.plugin.gloo_interface import choose_gloo_interface
+from longctx_patch.plugin.start import choose_gloo_interface
 from longctx_patch.recipes import hub, models
 from longctx_patch.recipes.also_train import check_precision
 from longctx_patch.recipes.context_steps import ContextStepsCallback, asked_of, check_tasks

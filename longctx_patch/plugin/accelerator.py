@@ -17,11 +17,13 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
 from longctx_patch.config import LongContextConfig, require_config
 from longctx_patch.memory.allocator import let_segments_grow
-from longctx_patch.plugin.buckets import settle_when_prepared
-from longctx_patch.plugin.fsdp import exact_mixed_precision, keep_gradients_sharded
-from longctx_patch.plugin.gloo_interface import choose_gloo_interface
+from longctx_patch.plugin.gradients import (
+    exact_mixed_precision,
+    keep_gradients_sharded,
+    settle_when_prepared,
+)
 from longctx_patch.plugin.parallelism import SequenceParallelismConfig, data_parallel_sizes
-from longctx_patch.plugin.siblings import wait_for_siblings
+from longctx_patch.plugin.start import choose_gloo_interface, wait_for_siblings
 from longctx_patch.plugin.unread import is_unread, load_sharded
 from longctx_patch.rules.launched import announced_processes, flag
 from longctx_patch.rules.together import of_all_ranks

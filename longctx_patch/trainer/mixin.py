@@ -24,8 +24,11 @@ from longctx_patch.plugin.accelerator import (
     require_one_precision,
     shard_frozen,
 )
-from longctx_patch.plugin.buckets import settle_when_prepared
-from longctx_patch.plugin.fsdp import exact_mixed_precision, keep_gradients_sharded
+from longctx_patch.plugin.gradients import (
+    exact_mixed_precision,
+    keep_gradients_sharded,
+    settle_when_prepared,
+)
 from longctx_patch.plugin.parallelism import data_parallel_sizes
 from longctx_patch.rules.gone import refuse_gone
 from longctx_patch.rules.launched import flag

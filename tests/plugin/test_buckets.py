@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from longctx_patch.plugin.buckets import settle_buckets
+from longctx_patch.plugin.gradients import settle_buckets
 from tests.harness import run_distributed
 
 WIDTH = 331

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from longctx_patch.plugin import gloo_interface, siblings
-from longctx_patch.plugin.gloo_interface import choose_gloo_interface
-from longctx_patch.plugin.siblings import BORN, wait_for_siblings
+from longctx_patch.plugin import start
+from longctx_patch.plugin.start import BORN, choose_gloo_interface, wait_for_siblings
 
 FOUR_IN_TWO = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
 ANY = "0.0.0.0"
@@ -26,7 +25,7 @@ def debian(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "x")  # so that it is taken back afterwards
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    monkeypatch.setattr(gloo_interface, "ELSEWHERE", "elsewhere.invalid")
+    monkeypatch.setattr(start, "ELSEWHERE", "elsewhere.invalid")
     own_name_leads_to(monkeypatch, "127.0.1.1")
 
 
@@ -91,7 +90,7 @@ def test_all_wait_for_the_last(tmp_path: Path) -> None:
 def test_one_that_never_comes_is_not_waited_for_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(siblings, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(start, "PATIENCE_S", 0.1)
     (tmp_path / "0").mkdir()
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

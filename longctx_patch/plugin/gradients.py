@@ -1,4 +1,5 @@
-"""DDP's buckets of gradients in the order that they keep, from the first step on.
+"""Gradients over ranks: DDP's buckets in the order that they keep, and FSDP2's reductions without
+rounding.
 
 DDP fills its buckets anew after its first backward, in the order in which gradients came. Four
 ranks and more add an element in an order that depends on its place in a bucket. So the step after a
@@ -11,6 +12,31 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def exact_mixed_precision(precision: str) -> Any:
+    """FSDP2's `MixedPrecisionPolicy` with gradients reduced in float32, and outputs as they are.
+
+    Accelerate's own policy rounds both to the low precision. None where `precision`, Accelerate's
+    name of it, is none of `bf16` and `fp16`.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    if precision not in _DTYPES:
+        return None
+    return MixedPrecisionPolicy(param_dtype=_DTYPES[precision], reduce_dtype=torch.float32)
+
+
+def keep_gradients_sharded(accelerator: Any) -> None:
+    """Reduce gradients after every forward of a step, not after the last one only.
+
+    Accelerate's `no_sync`, which trainers enter before all but the last forward, would save
+    messages; but FSDP2 then keeps gradients whole, as many bytes as all trained weights take, on
+    every rank until the last backward.
+    """
+    accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
 
 
 class _Views(nn.Module):
