@@ -5,12 +5,13 @@
 
 Each run is `longctx patch`, `longctx train` and `longctx eval` in processes of their own; the
 published model is evaluated beside it, and so is the untrained one of the same RoPE. Long documents
-are Python sources of the packages that are installed here, the files of a folder joined; those of
-`HELD_OUT` are kept for evaluation. Short documents are the packages' descriptions, and those of
---short. With --recalls, statements in long documents are made again further on (artificial needles,
-arXiv 2406.19292). No task has their wordings, but passkey's question has the form of the last one.
---other names texts of another kind than those trained on: the loss at 0 to 8K tokens has to stay.
-Needles are hidden in what is kept, or in the prose of --haystack (RULER hides them in essays).
+are Python sources of the packages that are installed here, the files of a folder joined, and a
+package's docstrings, joined too; those of `HELD_OUT` are kept for evaluation. Short documents are
+the packages' descriptions, the docstrings of a file, and those of --short. With --recalls,
+statements in long documents are made again further on (artificial needles, arXiv 2406.19292). No
+task has their wordings, but passkey's question has the form of the last one. --other names texts
+of another kind than those trained on: the loss at 0 to 8K tokens has to stay. Needles are hidden
+in what is kept, or in the prose of --haystack (RULER hides them in essays).
 Writes extension.jsonl, extension.md, and each evaluation's scores.json and scores.png. Started
 again, it leaves out the commands that have ended well; other texts need another --out.
 """
@@ -29,7 +30,9 @@ import sysconfig
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate
+from inspect import cleandoc
+from itertools import accumulate, groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +44,11 @@ HELD_OUT = ("jax", "jaxlib", "scipy", "botorch", "gpytorch", "networkx")
 LEAST_LONG = 100_000
 MOST_LONG = 3_000_000
 """Characters of a joined document, about 30 and 900 thousand tokens."""
-MOST_TRAINED = 80_000_000
-"""Characters of all long documents, more than the runs read."""
+MOST_TRAINED = 25_000_000
+"""Characters of long documents of each kind: together what the longest run reads."""
 RECALL_EVERY = 2_000
 """Characters between statements that are made again, about 600 tokens."""
+SPACE = re.compile(r"\s")
 RECALL_TOKENS = 60
 """What a statement that is made twice adds to a document."""
 WORDINGS = (
@@ -109,6 +113,23 @@ def joined_sources(names: Iterable[str], root: Path) -> Iterator[str]:
                 yield text[:MOST_LONG]
 
 
+def docstrings(names: Iterable[str], root: Path) -> Iterator[tuple[str, str]]:
+    """What the longer docstrings of each Python file say, beside its package."""
+    for name in names:
+        for file in sorted((root / name).rglob("*.py")):
+            found = re.findall(r'"""(.*?)"""', file.read_text("utf-8", errors="ignore"), re.DOTALL)
+            if text := "\n\n".join(cleandoc(each) for each in found if len(each) > 300):
+                yield name, text
+
+
+def joined_docstrings(names: Iterable[str], root: Path) -> Iterator[str]:
+    """The docstrings of each package as running text, without line breaks as RULER's essays."""
+    for _, texts in groupby(docstrings(names, root), itemgetter(0)):
+        whole = " ".join(" ".join(text.split()) for _, text in texts)
+        if len(whole) >= LEAST_LONG:
+            yield from (whole[at : at + MOST_LONG] for at in range(0, len(whole), MOST_LONG))
+
+
 def descriptions(root: Path) -> Iterator[str]:
     """What packages say of themselves."""
     for file in sorted(root.glob("*.dist-info/METADATA")):
@@ -145,18 +166,29 @@ def with_recalls(text: str, draw: random.Random, row_chars: int) -> str:
         code = "".join(draw.choices("0123456789", k=draw.randint(4, 8)))
         if number % 3:
             begins = number % 4 == 1
-            place = int(draw.uniform(0, 0.01 if begins else 0.9) * span)
+            place = int(draw.uniform(0, 0.01 if begins else 1) * span)
             again = int(draw.uniform(0.3 if begins and number % 8 == 1 else 0.93, 1.02) * span)
+            again = max(again, place + draw.randrange(20, 500))
         else:
             place = draw.randrange(len(text))
             again = place + int(math.exp(draw.uniform(math.log(20), math.log(row_chars))))
-        lines = [f"\n{said.format(thing=thing, code=code)}\n" for said in draw.choice(WORDINGS)]
-        added += zip((place, min(again, len(text))), lines, strict=True)
+        around = draw.choice((" {}", "\n{}\n"))
+        said = (each.format(thing=thing, code=code) for each in draw.choice(WORDINGS))
+        for at, line in zip((place, again), said, strict=True):
+            word = SPACE.search(text, at)
+            added.append((word.start() if word else len(text), around.format(line)))
     parts, end = [], 0
-    for place, line in sorted(added):
+    for place, line in sorted(added, key=itemgetter(0)):
         parts += [text[end:place], line]
         end = place
     return "".join([*parts, text[end:]])
+
+
+def up_to(most: int, texts: list[str], draw: random.Random) -> list[str]:
+    """As many of the texts as have so many characters together, in random order."""
+    draw.shuffle(texts)
+    ends = accumulate(map(len, texts))
+    return [text for text, end in zip(texts, ends, strict=True) if end <= most]
 
 
 def write_texts(folder: Path, *, recalls: bool, row_tokens: int, tokenizer: Any) -> None:
@@ -164,15 +196,19 @@ def write_texts(folder: Path, *, recalls: bool, row_tokens: int, tokenizer: Any)
     root, draw = Path(sysconfig.get_paths()["purelib"]), random.Random(0)
     packages = sorted(path.name for path in root.iterdir() if (path / "__init__.py").is_file())
     trained = [name for name in packages if name not in HELD_OUT]
-    long = list(joined_sources(trained, root))
-    draw.shuffle(long)
-    ends = accumulate(map(len, long))
-    long = [text for text, end in zip(long, ends, strict=True) if end <= MOST_TRAINED]
+    long = [
+        text
+        for kind in (joined_sources, joined_docstrings)
+        for text in up_to(MOST_TRAINED, list(kind(trained, root)), draw)
+    ]
+    short = [text for _, text in docstrings(trained, root) if 1500 < len(text) < LEAST_LONG]
+    short = [*descriptions(root), *up_to(MOST_TRAINED, short, draw)]
     if recalls:
         parts = pieces(long, row_tokens, tokenizer)
         long = [with_recalls(text, draw, row) for text, row in parts if len(text) > RECALL_EVERY]
+    draw.shuffle(long)
     held = joined_sources([name for name in HELD_OUT if name in packages], root)
-    for name, texts in (("long", long), ("short", descriptions(root)), ("held", held)):
+    for name, texts in (("long", long), ("short", short), ("held", held)):
         lines = [json.dumps({"text": text}) + "\n" for text in texts]
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
         print(f"{name}: {len(lines)} documents, {sum(map(len, lines)) / 1e6:.1f} MB", flush=True)

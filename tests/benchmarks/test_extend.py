@@ -12,7 +12,8 @@ from launch import Budget
 
 def _lines_of(wordings: tuple[str, ...]) -> re.Pattern[str]:
     lines = (line.replace("?", r"\?").replace(".", r"\.") for line in wordings)
-    return re.compile("\n(?:" + "|".join(lines).format(thing=r"\w+ \w+", code=r"\d+") + ")\n")
+    said = "|".join(lines).format(thing=r"\w+ \w+", code=r"\d+")
+    return re.compile(rf" (?:{said})(?=\s|$)|\n(?:{said})\n")
 
 
 def test_statements_are_made_again_further_on_and_the_text_stays() -> None:
