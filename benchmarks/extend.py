@@ -5,13 +5,13 @@
 
 Each run is `longctx patch`, `longctx train` and `longctx eval` in processes of their own; the
 published model is evaluated beside it, and so is the untrained one of the same RoPE. Long documents
-are Python sources of the packages that are installed here, the files of a folder joined, and a
-package's docstrings, joined too; those of `HELD_OUT` are kept for evaluation. Short documents are
-the packages' descriptions, the docstrings of a file, and those of --short. With --recalls,
-statements in long documents are made again further on (artificial needles, arXiv 2406.19292). No
-task has their wordings, but passkey's question has the form of the last one. --other names texts
-of another kind than those trained on: the loss at 0 to 8K tokens has to stay. Needles are hidden
-in what is kept, or in the prose of --haystack (RULER hides them in essays).
+are the Python sources and the docstrings of each package that is installed here, joined; those of
+`HELD_OUT` are kept for evaluation. Short ones are the packages' descriptions, the docstrings of a
+file, and those of --short. With --recalls, statements in long documents are made again further on
+(artificial needles, arXiv 2406.19292). No task has their wordings, but passkey's question has the
+form of the last one. --other names texts of another kind than those trained on: the loss at 0 to 8K
+tokens has to stay. Needles are hidden in what is kept, or in the prose of --haystack (RULER hides
+them in essays).
 Writes extension.jsonl, extension.md, and each evaluation's scores.json and scores.png. Started
 again, it leaves out the commands that have ended well; other texts need another --out.
 """
@@ -43,8 +43,9 @@ HELD_OUT = ("jax", "jaxlib", "scipy", "botorch", "gpytorch", "networkx")
 """Packages that no run is trained on."""
 LEAST_LONG = 100_000
 MOST_LONG = 3_000_000
-"""Characters of a joined document, about 30 and 900 thousand tokens."""
-MOST_TRAINED = 25_000_000
+MOST_HELD = 600_000
+"""Characters of a joined document, about 30, 900 and 180 thousand tokens."""
+MOST_TRAINED = 40_000_000
 """Characters of long documents of each kind: together what the longest run reads."""
 RECALL_EVERY = 2_000
 """Characters between statements that are made again, about 600 tokens."""
@@ -100,34 +101,34 @@ RUNS = {
 }
 
 
-def joined_sources(names: Iterable[str], root: Path) -> Iterator[str]:
-    """The Python files of each folder of these packages, as one document."""
+def sources(names: Iterable[str], root: Path) -> Iterator[tuple[str, str]]:
+    """Each Python file, beside its package."""
     for name in names:
-        folders: dict[Path, list[str]] = {}
-        for file in sorted((root / name).rglob("*.py")):
+        for file in sorted((root / name).rglob("*.py"), key=lambda file: (file.parent, file)):
             text = file.read_text("utf-8", errors="ignore")
             if 200 < len(text) < 400_000:
-                folders.setdefault(file.parent, []).append(f"# {file.relative_to(root)}\n{text}\n")
-        for folder in sorted(folders):
-            if len(text := "".join(folders[folder])) >= LEAST_LONG:
-                yield text[:MOST_LONG]
+                yield name, f"# {file.relative_to(root)}\n{text}\n"
 
 
 def docstrings(names: Iterable[str], root: Path) -> Iterator[tuple[str, str]]:
     """What the longer docstrings of each Python file say, beside its package."""
-    for name in names:
-        for file in sorted((root / name).rglob("*.py")):
-            found = re.findall(r'"""(.*?)"""', file.read_text("utf-8", errors="ignore"), re.DOTALL)
-            if text := "\n\n".join(cleandoc(each) for each in found if len(each) > 300):
-                yield name, text
+    for name, text in sources(names, root):
+        found = re.findall(r'"""(.*?)"""', text, re.DOTALL)
+        if said := "\n\n".join(cleandoc(each) for each in found if len(each) > 300):
+            yield name, said
 
 
-def joined_docstrings(names: Iterable[str], root: Path) -> Iterator[str]:
-    """The docstrings of each package as running text, without line breaks as RULER's essays."""
-    for _, texts in groupby(docstrings(names, root), itemgetter(0)):
-        whole = " ".join(" ".join(text.split()) for _, text in texts)
-        if len(whole) >= LEAST_LONG:
-            yield from (whole[at : at + MOST_LONG] for at in range(0, len(whole), MOST_LONG))
+def running(texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """The texts without their line breaks, as RULER joins its essays."""
+    return ((name, " ".join(text.split()) + " ") for name, text in texts)
+
+
+def joined(texts: Iterable[tuple[str, str]], most: int = MOST_LONG) -> Iterator[str]:
+    """The texts of each package as documents of so many characters."""
+    for _, files in groupby(texts, itemgetter(0)):
+        whole = "".join(text for _, text in files)
+        pieces = (whole[start : start + most] for start in range(0, len(whole), most))
+        yield from (piece for piece in pieces if len(piece) >= LEAST_LONG)
 
 
 def descriptions(root: Path) -> Iterator[str]:
@@ -196,18 +197,16 @@ def write_texts(folder: Path, *, recalls: bool, row_tokens: int, tokenizer: Any)
     root, draw = Path(sysconfig.get_paths()["purelib"]), random.Random(0)
     packages = sorted(path.name for path in root.iterdir() if (path / "__init__.py").is_file())
     trained = [name for name in packages if name not in HELD_OUT]
-    long = [
-        text
-        for kind in (joined_sources, joined_docstrings)
-        for text in up_to(MOST_TRAINED, list(kind(trained, root)), draw)
-    ]
-    short = [text for _, text in docstrings(trained, root) if 1500 < len(text) < LEAST_LONG]
+    code, said = sources(trained, root), list(docstrings(trained, root))
+    kinds = (list(joined(texts)) for texts in (code, running(said)))
+    long = [text for texts in kinds for text in up_to(MOST_TRAINED, texts, draw)]
+    short = [text for _, text in said if 1500 < len(text) < LEAST_LONG]
     short = [*descriptions(root), *up_to(MOST_TRAINED, short, draw)]
     if recalls:
         parts = pieces(long, row_tokens, tokenizer)
         long = [with_recalls(text, draw, row) for text, row in parts if len(text) > RECALL_EVERY]
     draw.shuffle(long)
-    held = joined_sources([name for name in HELD_OUT if name in packages], root)
+    held = joined(sources((name for name in HELD_OUT if name in packages), root), MOST_HELD)
     for name, texts in (("long", long), ("short", short), ("held", held)):
         lines = [json.dumps({"text": text}) + "\n" for text in texts]
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")

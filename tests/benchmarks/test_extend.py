@@ -63,15 +63,21 @@ def test_a_command_that_has_ended_well_is_not_run_again(tmp_path: Path) -> None:
     assert len((tmp_path / "extension.jsonl").read_text().splitlines()) == 4
 
 
-def test_a_folder_is_a_document_if_it_is_long_enough(tmp_path: Path) -> None:
-    for folder, number in (("long", 3), ("short", 1)):
-        (tmp_path / "package" / folder).mkdir(parents=True)
+def test_a_package_is_a_document_if_it_is_long_enough(tmp_path: Path) -> None:
+    for package, number in (("long", 3), ("short", 1)):
+        (tmp_path / package / "inner").mkdir(parents=True)
         for n in range(number):
-            file = tmp_path / "package" / folder / f"{n}.py"
-            file.write_text("x = 1\n" * (extend.LEAST_LONG // 18))
-    (document,) = extend.joined_sources(["package", "missing"], tmp_path)
+            file = tmp_path / package / ("inner" if n % 2 else "") / f"{n}.py"
+            file.write_text('"""' + "It\nsays. " * (extend.LEAST_LONG // 25) + '"""\n')
+    files = list(extend.sources(["long", "missing", "short"], tmp_path))
+    (document,) = extend.joined(files)
     heads = re.findall("^# (.+)$", document, re.MULTILINE)
-    assert heads == [f"package/long/{n}.py" for n in range(3)]
+    assert heads == ["long/0.py", "long/2.py", "long/inner/1.py"]
+    (prose,) = extend.joined(extend.running(extend.docstrings(["long", "short"], tmp_path)))
+    assert set(prose.split("It says. ")) == {""}
+
+
+def test_lengths_of_an_evaluation_are_powers_of_two_up_to_the_context() -> None:
     lengths = {name: run.lengths() for name, run in extend.RUNS.items()}
     assert lengths["theta_64k"] == "4K,8K,16K,32K,64K"
     assert lengths["theta_128k"] == "4K,8K,16K,32K,64K,128K"
