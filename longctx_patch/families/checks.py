@@ -17,23 +17,13 @@ from longctx_patch.families.facts import (
 )
 from longctx_patch.families.family import IMAGES, RECURRENT, SINKS, SOFTCAP, Family
 from longctx_patch.families.rope_facts import follows_length, ropes_of
-from longctx_patch.families.supported import FAMILIES, TABLE, refusal_of
+from longctx_patch.families.supported import FAMILIES, refusal_of
 from longctx_patch.plans.head_split import halves
 
 if TYPE_CHECKING:
     from torch import nn
 
     from longctx_patch.config import LongContextConfig
-
-__all__ = [
-    "FAMILIES",
-    "TABLE",
-    "Family",
-    "UnsupportedModelError",
-    "check_model_config",
-    "check_modules",
-]
-
 
 EXACT_ADAPTERS = frozenset(
     {

@@ -6,8 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from longctx_patch.families.checks import FAMILIES, UnsupportedModelError
+from longctx_patch.families.checks import UnsupportedModelError
 from longctx_patch.families.config_values import problem_of
+from longctx_patch.families.supported import FAMILIES
 from longctx_patch.families.text_part import (
     HEAD_MAY_BE_UNSAID,
     TEXT_TYPES,

@@ -2,7 +2,6 @@
 
 from longctx_patch.kernels.base import (
     BackwardInputs,
-    Domain,
     Kernel,
     KernelRequest,
     Score,
@@ -19,7 +18,6 @@ __all__ = [
     "AgreedKernels",
     "BackwardInputs",
     "Call",
-    "Domain",
     "Kernel",
     "KernelRequest",
     "Score",

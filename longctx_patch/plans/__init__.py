@@ -1,7 +1,6 @@
 """Schedules of distributed attention as data: built, checked and costed without any device."""
 
 from longctx_patch.plans.generators.table import make_schedule
-from longctx_patch.plans.pieces import PieceTable
 from longctx_patch.plans.schedule import Schedule, Stage
 from longctx_patch.plans.traffic import AttentionShape, Traffic, plan_traffic
 from longctx_patch.plans.types import (
@@ -24,7 +23,6 @@ __all__ = [
     "Block",
     "Direction",
     "Operand",
-    "PieceTable",
     "Plan",
     "PlanError",
     "RankStep",

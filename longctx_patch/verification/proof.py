@@ -16,8 +16,9 @@ from torch import Tensor
 
 from longctx_patch.config import LongContextConfig
 from longctx_patch.data import SHARD_KEY, SequenceShardCollator
-from longctx_patch.families.checks import FAMILIES, check_model_config
+from longctx_patch.families.checks import check_model_config
 from longctx_patch.families.family import ROUTER
+from longctx_patch.families.supported import FAMILIES
 from longctx_patch.families.text_part import text_part
 from longctx_patch.hf.call.row import ShardedRow
 from longctx_patch.hf.handle import PatchHandle

@@ -8,11 +8,12 @@ from packaging.version import Version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from longctx_patch import LongContextConfig, UnsupportedModelError
-from longctx_patch.families.checks import TABLE, check_model_config
+from longctx_patch.families.checks import check_model_config
 from longctx_patch.families.facts import ModelFacts, is_latent
 from longctx_patch.families.family import RECURRENT
 from longctx_patch.families.recurrent_layers import recurrent_layers
 from longctx_patch.families.supported import REFUSED as REFUSED_TYPES
+from longctx_patch.families.supported import TABLE
 from longctx_patch.families.text_part import auto_class
 from longctx_patch.hf.model import transformers_api
 from tests.hf.features import WINDOW

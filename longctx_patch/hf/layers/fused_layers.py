@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from longctx_patch.families.checks import FAMILIES, UnsupportedModelError
+from longctx_patch.families.checks import UnsupportedModelError
 from longctx_patch.families.family import EXPERTS, ROUTER
+from longctx_patch.families.supported import FAMILIES
 from longctx_patch.hf.layers.mlp_tiles import without_tiles
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.kernels.installed import Package, runs_triton

@@ -11,7 +11,8 @@ from torch._dynamo.utils import counters
 from transformers.integrations import liger
 from transformers.models.llama import modeling_llama
 
-from longctx_patch.families.checks import FAMILIES, UnsupportedModelError
+from longctx_patch.families.checks import UnsupportedModelError
+from longctx_patch.families.supported import FAMILIES
 from longctx_patch.hf.layers import fused_layers
 from longctx_patch.hf.layers.fused_layers import (
     LIGER_FAMILIES,
