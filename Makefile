@@ -18,6 +18,7 @@
 #   make docs       write the generated pages of docs/reference
 #   make notebook   run the notebook of examples/ and write what its cells show
 #   make check      formatting, lint, types, layers, generated pages
+#   make style      of these formatting, lint and types, which no test looks at
 #   make clean      remove build output and caches (remove .venv by hand to start over)
 #
 # PYTHON=python3.12 chooses the interpreter, TORCH='torch==2.12.0' another build of torch.
@@ -68,7 +69,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes, each of which would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-slow test-all oldest test-grid test-families test-fault-grid test-oldest test-gpu real-model planted-faults pictures docs notebook check clean
+.PHONY: install demo test test-slow test-all oldest test-grid test-families test-fault-grid test-oldest test-gpu real-model planted-faults pictures docs notebook check style clean
 
 install: $(STAMP)
 
@@ -156,7 +157,10 @@ docs: $(STAMP)
 notebook: $(STAMP)
 	$(BIN)/python -m docs.make_notebook
 
-check: $(STAMP)
+check: style
+	$(BIN)/python -m pytest -q $(CODE_TESTS)
+
+style: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	@rm -rf $(TYPED) && mkdir -p $(TYPED)/longctx_patch
@@ -165,7 +169,6 @@ check: $(STAMP)
 	    $(CURDIR)/pyproject.toml $(TYPED)/
 	cd $(TYPED) && $(CURDIR)/$(BIN)/mypy --cache-dir $(CURDIR)/build/mypy \
 	    longctx_patch examples benchmarks docs tests
-	$(BIN)/python -m pytest -q $(CODE_TESTS)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

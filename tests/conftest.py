@@ -43,7 +43,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
 
 
-def pytest_collection_finish() -> None:
+@pytest.fixture(autouse=True, scope="module")
+def leaves_what_is_imported_to_the_end() -> None:
     """Modules live to the end, so garbage collection need not visit their million objects."""
     gc.freeze()
 

@@ -7,7 +7,6 @@ facts themselves.
 
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
-from importlib.metadata import PackageNotFoundError, version
 from platform import python_version
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from longctx_patch.rules.together import of_all_ranks
+from longctx_patch.rules.versions import installed_version
 
 PACKAGES = ("longctx-patch", "torch", "transformers", "accelerate", "peft", "trl", "numpy")
 MOST_FIELDS, MOST_CHARACTERS = 8, 60
@@ -54,14 +54,7 @@ def require_agreement(facts: Mapping[str, Any], what: str) -> None:
 
 def versions() -> dict[str, str]:
     """Returns the versions of the packages whose numbers or exchanges ranks share."""
-    return {"python": python_version()} | {name: _version(name) for name in PACKAGES}
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
+    return {"python": python_version()} | {name: installed_version(name) for name in PACKAGES}
 
 
 def model_facts(model: nn.Module) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 import warnings
 from collections.abc import Callable, Iterable
-from importlib.metadata import version
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
 
@@ -19,8 +20,18 @@ EXTRA = {"trl": ("1.16", "1.16")}
 TESTED = REQUIRED | EXTRA
 
 
+@cache
+def installed_version(name: str) -> str:
+    """Reads the version of a package, once, since that takes a millisecond; a copy of this one may
+    be in use without being installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
 def warn_untested(
-    names: Iterable[str] = REQUIRED, version_of: Callable[[str], str] = version
+    names: Iterable[str] = REQUIRED, version_of: Callable[[str], str] = installed_version
 ) -> None:
     """Warn of installed versions outside `TESTED`: once, since the message stays the same.
 

@@ -4,17 +4,19 @@ import json
 import logging
 from collections.abc import Iterable
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from accelerate.utils.constants import FSDP_MODEL_NAME
 
 from longctx_patch.hf.handle import PatchHandle
+from longctx_patch.rules.versions import installed_version
 
 logger = logging.getLogger(__name__)
 
 RECORD = "longctx.json"
+NAMED = "longctx-patch", "torch", "transformers"
+"""Packages whose versions are noted."""
 UNLIKE = {"transformers_version", "architectures", "use_cache", "dtype", "torch_dtype"}
 """Fields of a model's config that change no number of a training, or are set by libraries."""
 
@@ -22,21 +24,13 @@ UNLIKE = {"transformers_version", "architectures", "use_cache", "dtype", "torch_
 def record_of(handle: PatchHandle, num_processes: int) -> dict[str, Any]:
     """Degrees, layout and versions of a run."""
     return {
-        "versions": {name: _version(name) for name in ("longctx-patch", "torch", "transformers")},
+        "versions": {name: installed_version(name) for name in NAMED},
         "num_processes": num_processes,
         "sequence_degree": handle.config.sequence_degree,
         "has_mask": handle.mask is not None,
         "config": asdict(handle.config),
         "model": _fields_of(handle.model.config),
     }
-
-
-def _version(name: str) -> str:
-    """The version of a package; a copy of this one may be in use without being installed."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def write_record(folder: str | Path, record: dict[str, Any]) -> None:

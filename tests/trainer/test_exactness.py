@@ -1,5 +1,5 @@
 """A trainer over several ranks per sequence logs and learns what one process with the stock model
-does: every metric of 6 steps, over the ends of epochs, and of an evaluation, and every weight."""
+does: every metric of 4 steps, over the ends of epochs, and of an evaluation, and every weight."""
 
 import os
 from dataclasses import replace
@@ -61,7 +61,7 @@ SHARES = ULYSSES | {"loss": "logits"}
 REPLICAS = [
     # It has as many rows as one process with twice the batch takes in an epoch.
     Case("replicas of mistral", "mistral", config=RING, arguments=ACCUMULATED, num_rows=12),
-    Case("of qwen3", "qwen3", config=SHARES, arguments=SEEN, num_rows=ODD, predicts=True),
+    Case("of qwen3", "qwen3", config=SHARES, arguments=SEEN, num_rows=10, predicts=True),
     Case(
         "replicas of mixtral",
         "mixtral",

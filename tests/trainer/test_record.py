@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from longctx_patch import LongContextConfig, patch
+from longctx_patch.rules import versions
 from longctx_patch.trainer import record
 from tests.hf.tiny import tiny_model
 
@@ -16,10 +17,12 @@ def test_a_copy_that_is_not_installed_is_noted(monkeypatch: pytest.MonkeyPatch) 
             raise PackageNotFoundError(name)
         return version(name)
 
-    monkeypatch.setattr(record, "version", found)
-    versions = record.record_of(patch(tiny_model(), LongContextConfig()), 1)["versions"]
-    assert versions["longctx-patch"] == "not installed"
-    assert versions["torch"] == version("torch")
+    monkeypatch.setattr(versions, "version", found)
+    versions.installed_version.cache_clear()
+    noted = record.record_of(patch(tiny_model(), LongContextConfig()), 1)["versions"]
+    versions.installed_version.cache_clear()
+    assert noted["longctx-patch"] == "not installed"
+    assert noted["torch"] == version("torch")
 
 
 def test_attention_in_other_groups_is_refused(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from tests.hf.tiny import VOCABULARY, featured_model
 from tests.plugin.launched import sharding_on_cpus
 from tests.reference import relative_error
 
-STEPS = 6
+STEPS = 4
 TIMES = ("_runtime", "_per_second", "_time")
 """Ends of the names of what is logged and measures time."""
 COUNTED = ("_samples_per_second", "_steps_per_second")

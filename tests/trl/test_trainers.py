@@ -1,5 +1,5 @@
 """TRL's trainers over several ranks per sequence log and learn what the same trainer does with the
-stock model on one process for each sequence group: all metrics of 6 steps, and every weight."""
+stock model on one process for each sequence group: all metrics of 4 steps, and every weight."""
 
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ PACKED, PADDING_FREE = (
 GENERATED = {"max_completion_length": 8, "num_generations": 4, "beta": 0.1, "max_steps": 4}
 TWO_EACH = GENERATED | {"num_generations": 2, "beta": 0.02}
 TWICE = GENERATED | {"num_iterations": 2, "top_entropy_quantile": 0.5}
+ANSWERS = {"assistant_only_loss": True}
 ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 SHARDED = {copies: sharded(RING, "LlamaDecoderLayer", copies=copies) for copies in (1, 2)}
 QWEN3_SHARDED = sharded(RING, "Qwen3DecoderLayer", copies=1)
@@ -52,12 +53,11 @@ FOUR = [
     Case("kto with adapters", "kto", "labelled", BOTH, adapter=True, arguments=BEFOREHAND),
 ]
 REPLICAS = [
-    Case("chat", "sft", "chat", ULYSSES, "qwen3", arguments={"assistant_only_loss": True}),
     Case("packed", "sft", "text", RING, arguments=PACKED | THRICE, layers=2),
     Case("dpo with adapters", "dpo", "pairs", ULYSSES, adapter=True, arguments=ALL_LOSSES),
     Case("grpo", "grpo", "prompts", RING, "qwen3", adapter=True, arguments=TWICE),
-    Case("routed", "sft", "text", RING, "mixtral", arguments=THRICE, model=ROUTED),
-    Case("sft of shards", "sft", "completion", RING, "qwen3", sharding=QWEN3_SHARDED),
+    Case("routed", "sft", "completion", ULYSSES, "mixtral", arguments=THRICE, model=ROUTED),
+    Case("chat", "sft", "chat", RING, "qwen3", arguments=ANSWERS, sharding=QWEN3_SHARDED),
     Case("dpo of HSDP", "dpo", "pairs", RING, arguments=THRICE | ONE_PAIR, sharding=SHARDED[2]),
     Case("grpo of shards", "grpo", "prompts", RING, arguments=GENERATED, sharding=SHARDED[1]),
 ]
