@@ -1,5 +1,4 @@
-"""What each rank sends for one recurrent layer: states along a chain, heads for tokens, tails of a
-convolution."""
+"""What each rank sends for one recurrence: states along a chain, heads for tokens."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -43,20 +42,6 @@ def recurrence_traffic(
         exchange.plus(in_ring[rank // row.ulysses])
         for rank, exchange in enumerate(exchanges_traffic(shape, row))
     )
-
-
-def convolution_traffic(
-    channels: int, reach: int, bytes_per_channel: int, row: Row
-) -> tuple[ChainTraffic, ...]:
-    """What each rank sends for a convolution of `channels` over `reach` tokens before each;
-    `bytes_per_channel` are those of one channel of one token, over the batch."""
-    chain = make_chain(row.layout, row.documents)
-
-    def num_bytes(number: int) -> int:
-        return channels * bytes_per_channel * min(reach, chain.segments[number].tokens.size)
-
-    needs = chain.tails(reach)
-    return chain.traffic_of_ranks(needs, num_bytes)
 
 
 def of_one_rank(shape: RecurrentShape, degree: int) -> RecurrentShape:

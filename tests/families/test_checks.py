@@ -111,10 +111,6 @@ def test_sizes_are_those_of_the_weights(family: str) -> None:
     layers = recurrent_layers(model.config, batch=3, itemsize=2)
     assert layers is not None
     assert layers.num_layers == len(modules)
-    convolutions = [part for part in modules[0].modules() if isinstance(part, torch.nn.Conv1d)]
-    assert layers.channels == sum(part.in_channels for part in convolutions)
-    assert {layers.reach + 1} == {part.kernel_size[0] for part in convolutions}
-    assert layers.channel_bytes == 6
     decays = {n: w for n, w in modules[0].named_parameters() if n.endswith(("A_log", "dt_bias"))}
     if layers.recurrence is None:
         assert not decays

@@ -51,7 +51,7 @@ def test_what_is_large_is_exchanged_again_on_every_rank(
     def check(handle: PatchHandle) -> None:
         for mixer in recurrent_modules(handle.model):
             row = row_of(handle.config, mixer.documents)  # type: ignore[arg-type]
-            planned = layer_traffic(layers, row, "states")[handle.group_rank]
+            planned = layer_traffic(mixer, layers, row, "states")[handle.group_rank]
             assert mixer.sent == [planned.forward, planned.replay]
             assert handle.group_rank or planned.replay == Traffic(*again)
 

@@ -14,9 +14,9 @@ from longctx_patch import LongContextConfig, PatchHandle, patch
 from longctx_patch.families.recurrent_layers import RecurrentLayers, recurrent_layers
 from longctx_patch.hf.model.transformers_api import CALL_KEY, recurrent_modules
 from longctx_patch.planner.recurrent_cost import row_of
-from longctx_patch.plans.chain import ChainTraffic
+from longctx_patch.plans.chain import ChainTraffic, make_chain
 from longctx_patch.plans.recurrent import RecurrentWay
-from longctx_patch.plans.recurrent_traffic import Row, convolution_traffic, recurrence_traffic
+from longctx_patch.plans.recurrent_traffic import Row, recurrence_traffic
 from longctx_patch.plans.traffic import Traffic
 from tests.hf.call.test_mixers import DOCUMENTS, LENGTH
 from tests.hf.float64 import whole_row
@@ -91,9 +91,25 @@ def _ends(mixer: Any, _: Any, kwargs: dict[str, Any], __: Any) -> None:
     mixer.sent.append(Traffic(now[0] - before.messages, now[1] - before.bytes))
 
 
-def layer_traffic(layers: RecurrentLayers, row: Row, way: RecurrentWay) -> list[ChainTraffic]:
+def convolution_traffic(mixer: nn.Module, row: Row) -> tuple[ChainTraffic, ...]:
+    """What each rank sends for a layer's convolutions: the inputs before each piece of a document,
+    as many as their kernels reach over."""
+    convolutions = [part for part in mixer.modules() if isinstance(part, nn.Conv1d)]
+    (reach,) = {part.kernel_size[0] - 1 for part in convolutions}
+    width = sum(part.in_channels * part.weight.itemsize for part in convolutions)
+    chain = make_chain(row.layout, row.documents)
+
+    def num_bytes(number: int) -> int:
+        return width * min(reach, chain.segments[number].tokens.size)
+
+    return chain.traffic_of_ranks(chain.tails(reach), num_bytes)
+
+
+def layer_traffic(
+    mixer: nn.Module, layers: RecurrentLayers, row: Row, way: RecurrentWay
+) -> list[ChainTraffic]:
     """What each rank sends for one layer; keys travel as the newest transformers hands them on."""
-    found = convolution_traffic(layers.channels, layers.reach, layers.channel_bytes, row)
+    found = convolution_traffic(mixer, row)
     if layers.recurrence is None:
         return list(found)
     of_recurrence = recurrence_traffic(layers.recurrence, row, way)
@@ -102,7 +118,7 @@ def layer_traffic(layers: RecurrentLayers, row: Row, way: RecurrentWay) -> list[
 
 @pytest.mark.parametrize("case", [each for each in cases() if each.family in SUPPORTED], ids=str)
 def test_each_layer_sends_what_its_config_says(case: Case) -> None:
-    """From the model's config, the row and the degrees alone. What the step sends in all is what
+    """From the model's sizes, the row and the degrees alone. What the step sends in all is what
     its layers have planned, backward too (`step_of_ranks`)."""
     options = dict(case.options)
     if options.get("ulysses_degree", 1) > 1:
@@ -119,7 +135,7 @@ def test_each_layer_sends_what_its_config_says(case: Case) -> None:
         assert len(mixers) == len(first._recurrent) == layers.num_layers
         for number, mixer in zip(sorted(first._recurrent), mixers, strict=True):
             row = row_of(handle.config, mixer.documents)
-            planned = layer_traffic(layers, row, case.way)[handle.group_rank]
+            planned = layer_traffic(mixer, layers, row, case.way)[handle.group_rank]
             again = planned.forward if case.exchanges else planned.replay
             is_recomputed = "checkpoint" in options
             assert mixer.sent == [planned.forward, *[again] * is_recomputed]
