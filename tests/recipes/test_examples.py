@@ -28,9 +28,9 @@ def run_both_ways(ports: list[int]) -> list[str]:
     found = []
     for words, port in zip(([], ["--packed"]), ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
-        sys.argv = ["import_and_patch.py", *words]
+        sys.argv = ["loop.py", *words]
         with redirect_stdout(StringIO()) as said:
-            runpy.run_path(str(EXAMPLES / "import_and_patch.py"), run_name="__main__")
+            runpy.run_path(str(EXAMPLES / "loop.py"), run_name="__main__")
         forget_accelerate()
         found.append(said.getvalue())
     return found

@@ -1,7 +1,7 @@
-"""Import and patch: a training loop of your own, with each sequence cut over all processes.
+"""A training loop of your own with Accelerate, with each sequence cut over all processes.
 
-    torchrun --nproc_per_node 2 examples/import_and_patch.py     # two CPU processes, or two GPUs
-    torchrun --nproc_per_node 2 examples/import_and_patch.py --packed
+    torchrun --nproc_per_node 2 examples/loop.py     # two CPU processes, or two GPUs
+    torchrun --nproc_per_node 2 examples/loop.py --packed
 
 A tiny Llama learns one row of 1,021 tokens or, with `--packed`, rows of 512 tokens that are packed
 from many documents, which don't see each other. Before patching, transformers computes the loss of
