@@ -206,11 +206,6 @@ def _latent_dim(config: Any) -> int | None:
     return latent_dim if latent_dim < 2 * config.num_attention_heads * _head_dim(config) else None
 
 
-def _shares_blocks(config: Any) -> bool:
-    """Whether layers share their attention and their MLP, as in Zamba 2."""
-    return bool(given(config, "num_mem_blocks"))
-
-
 def _expansion(config: Any) -> int | None:
     if _latent_dim(config) is None:
         return None
@@ -223,7 +218,8 @@ def _is_dense(config: Any, layer: int) -> bool:
     n-th."""
     kinds, sparse = given(config, "mlp_layer_types"), given(config, "moe_layers")
     return (
-        (_experts(config) is None and not _shares_blocks(config))
+        # In Zamba 2 layers share their attention and their MLP.
+        (_experts(config) is None and not given(config, "num_mem_blocks"))
         or bool(given(config, "enable_moe_block"))  # Gemma 4 has both in each layer
         or layer in (given(config, "mlp_only_layers") or ())
         or (layer + 1) % (given(config, "decoder_sparse_step") or 1) > 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from packaging.version import Version
 
-from longctx_patch.families.facts import FULL, ModelFacts, Reach, is_latent, text_config
+from longctx_patch.families.facts import FULL, ModelFacts, is_latent, text_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -228,12 +228,10 @@ def reachable_length(model_config: "PreTrainedConfig") -> int | None:
     if not getattr(config, "rope_parameters", None):
         return getattr(config, "max_position_embeddings", None)
     length = declared_length(config)
-    return None if all(_is_within(r, length) for r in ModelFacts.of(config).reaches) else length
-
-
-def _is_within(reach: Reach, length: int) -> bool:
-    """Whether tokens of a layer see no farther than `length`, however long the row is."""
-    return min((size for size in reach if size), default=length + 1) <= length
+    reaches = ModelFacts.of(config).reaches
+    # A layer whose window or chunks are no longer sees no farther, however long the row is.
+    is_local = all(any(size and size <= length for size in reach) for reach in reaches)
+    return None if is_local else length
 
 
 def reach_problem(model_config: "PreTrainedConfig", num_tokens: int) -> str | None:

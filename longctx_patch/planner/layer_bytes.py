@@ -51,7 +51,7 @@ def layer_bytes(job: Job, candidate: Candidate, kind: LayerShape) -> LayerBytes:
     hidden, inner = BF16 * shape.hidden_size, BF16 * shape.intermediate_size
     # Each norm keeps its input, and the mixer and the MLP keep theirs: outputs of norms or, in
     # models that norm after attention and the MLP, the sums that go into them.
-    in_norms = kind.num_norms * hidden + _in_head_norms(job, kind)
+    in_norms = kind.num_norms * hidden + BF16 * shape.head_dim * _num_head_norms(job, kind)
     mixer = min(kind.num_norms, 2) * hidden + in_norms + FP32 * kind.num_norms
     results = 0.0
     if kind.recurrence is None:
@@ -120,10 +120,6 @@ def mixer_gradients(job: Job, candidate: Candidate, kind: LayerShape, tokens: fl
     if kind.recurrence is None:
         return _attention_gradients(job, candidate, tokens)
     return _delta_net_gradients(kind.recurrence)
-
-
-def _in_head_norms(job: Job, kind: LayerShape) -> float:
-    return BF16 * job.shape.head_dim * (_num_head_norms(job, kind))
 
 
 def _num_head_norms(job: Job, kind: LayerShape) -> int:

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 from longctx_patch.config import LongContextConfig
 from longctx_patch.memory.policies import POLICIES, LayerPolicy
 from longctx_patch.planner.machines import Hardware
-from longctx_patch.plans.chain import Chain, ChainTraffic, make_chain
+from longctx_patch.plans.chain import ChainTraffic, make_chain
 from longctx_patch.plans.recurrent import (
     RecurrentShape,
     RecurrentWay,
@@ -102,18 +102,15 @@ def predict_recurrence(
             for sent in zip(*exchanges_traffic(shape, row), strict=True)
         ]
         passes = _Passes(*map(_Seconds.plus, chain, exchanges))
+    works = make_chain(layout, row.documents).work
     return RecurrencePrediction(
         way=way,
         forward_s=passes.forward.longest,
         backward_s=passes.backward.longest,
         replay_s=passes.replay.longest,
         traffic=recurrence_traffic(shape, row, way),
-        mapped_share=_mapped_share(make_chain(layout, row.documents)),
+        mapped_share=max(each.mapped / max(1, each.begun + each.continued) for each in works),
     )
-
-
-def _mapped_share(chain: Chain) -> float:
-    return max(work.mapped / max(1, work.begun + work.continued) for work in chain.work)
 
 
 class _Seconds(NamedTuple):
@@ -178,11 +175,6 @@ def _travel_seconds(sent: Sequence[Traffic], hardware: Hardware, *, is_near: boo
     return link.latency_s + largest / link.bandwidth if largest else 0.0
 
 
-def _num_exchanges(shape: RecurrentShape) -> int:
-    """All-to-alls of one direction."""
-    return 1 + len(packets([(tensor.dim, tensor.itemsize) for tensor in shape.inputs]))
-
-
 def _exchange_seconds(
     sent: Sequence[Traffic], shape: RecurrentShape, row: Row, hardware: Hardware
 ) -> _Seconds:
@@ -192,7 +184,7 @@ def _exchange_seconds(
     own = largest / max(1, row.ulysses - 1)
     near = _in_node(row.ulysses, hardware)
     link = hardware.intra_node if near else hardware.inter_node
-    number = _num_exchanges(shape)
+    number = 1 + len(packets([(tensor.dim, tensor.itemsize) for tensor in shape.inputs]))
     travel_s = number * link.latency_s + largest / link.bandwidth
     return _Seconds(
         device=travel_s + (4 * (own + largest) + 2 * own) / hardware.copy_bandwidth,

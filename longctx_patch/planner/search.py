@@ -238,11 +238,14 @@ def _recurrence_of(job: Job, config: LongContextConfig) -> RecurrencePrediction 
 def _of_way(job: Job, way: Way) -> Iterator[Result]:
     """All that layers may keep, recompute and move to the host, for one way to share a row."""
     tiled = usual_tiles(job, way.ulysses * way.ring)
+    # Where states go along a ring it can't be striped, as rings are that keep attention for a share
+    # of the tokens.
+    has_chains = way.ring > 1 and job.shape.recurrence is not None
     kept = [
         (policy.name, share)
         for policy in POLICIES.values()
         for share in _shares(policy)
-        if share == 1 or not _has_chains(job, way)
+        if share == 1 or not has_chains
     ]
     for mlp_tiles, offload_states, (policy, share) in product(
         sorted({1, tiled}), (False, True) if job.fsdp else (False,), kept
@@ -256,12 +259,6 @@ def _of_way(job: Job, way: Way) -> Iterator[Result]:
             mlp_tiles=mlp_tiles,
             offload_states=offload_states,
         )
-
-
-def _has_chains(job: Job, way: Way) -> bool:
-    """Whether states go along a ring: it can't be striped then, as rings are that keep attention
-    for a share of the tokens."""
-    return way.ring > 1 and job.shape.recurrence is not None
 
 
 def _shares(policy: Policy) -> tuple[float, ...]:

@@ -166,7 +166,8 @@ def sharded_attention(
     shape, expansion = CallShape.of(q_BLHD, k_BLGD, v_BLGD), expansion_of(module, query)
     if expansion is not None:
         shape = shape.with_latents(k_BLGD, v_BLGD, expansion.value_dim)
-    kind = LayerKind(Score(scale, softcap), window, shape, _chunk_of(module))
+    chunk = chunk_of(module.config, getattr(module, "layer_idx", None))
+    kind = LayerKind(Score(scale, softcap), window, shape, chunk)
     group = call.group.config.shifted_group if module.training else 0
     parts = parts_of(kind, group)
     calls = [call.attention(part.kind) for part in parts]
@@ -208,10 +209,6 @@ def parts_of(kind: LayerKind, shifted_group: int) -> list[Part]:
         half = kind._replace(shape=shape, chunk=shifted_group, first_chunk=first)
         parts.append(Part(q, kv, half))
     return parts
-
-
-def _chunk_of(module: nn.Module) -> int | None:
-    return chunk_of(module.config, getattr(module, "layer_idx", None))
 
 
 def _check_layer(module: nn.Module, dropout: float, options: Mapping[str, Any]) -> None:
