@@ -52,7 +52,7 @@ def layer_bytes(job: Job, candidate: Candidate, kind: LayerShape) -> LayerBytes:
     # Each norm keeps its input, and the mixer and the MLP keep theirs: outputs of norms or, in
     # models that norm after attention and the MLP, the sums that go into them.
     in_norms = kind.num_norms * hidden + BF16 * shape.head_dim * _num_head_norms(job, kind)
-    mixer = min(kind.num_norms, 2) * hidden + in_norms + FP32 * kind.num_norms
+    mixer: float = min(kind.num_norms, 2) * hidden + in_norms + FP32 * kind.num_norms
     results = 0.0
     if kind.recurrence is None:
         results = BF16 * shape.num_heads * shape.head_dim + FP32 * shape.num_heads
