@@ -18,7 +18,7 @@ from tests.hf.tiny import VOCABULARY, tiny_model
 from tests.hf.trained import LAYERS, PLENTY
 from tests.memory.live_bytes import LiveBytes
 
-LENGTH = 512
+LENGTH = 384
 LAYER_BYTES = LENGTH * 528
 """Bytes that one layer offloads."""
 
