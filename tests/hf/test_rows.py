@@ -2,6 +2,7 @@
 and the mean over ranks of the gradients is that process's gradient."""
 
 import copy
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -24,6 +25,7 @@ FAMILIES = ("llama", "mistral")
 COUNTS = (None, 37, torch.tensor(37.0))
 
 
+@cache
 def alone(family: str, num_items: Any = None) -> Step:
     """The documents one after another through the stock model."""
     model = featured_model(family)

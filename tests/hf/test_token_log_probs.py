@@ -3,6 +3,7 @@ process that runs each document through the stock model."""
 
 import copy
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -72,6 +73,7 @@ MODELS: dict[str, Callable[[], tuple[Any, Any]]] = {
 }
 
 
+@cache
 def alone(name: str) -> tuple[list[Tensor], Step]:
     """Log-probabilities and step of one process."""
     policy, reference = MODELS[name]()

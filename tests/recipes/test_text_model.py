@@ -48,12 +48,13 @@ def test_two_ranks_train_it_as_a_model_of_its_own(
     recipe: str, family: str, saving: list[str], tmp_path: Path
 ) -> None:
     """To the last bit, read by rows or whole; also of a run that was resumed."""
+    steps = ["--full", "--max-steps", "4"]
     whole, text = checkpoint(tmp_path / "whole", family), tmp_path / "text"
     text_model.main([str(whole), str(text)])
     runs = {
-        "rows": arguments(recipe, whole, "rows", "--full", *saving),
-        "whole-reading": arguments(recipe, whole, "whole-reading", "--full", *WHOLE),
-        "apart": arguments(recipe, text, "apart", "--full"),
+        "rows": arguments(recipe, whole, "rows", *steps, *saving),
+        "whole-reading": arguments(recipe, whole, "whole-reading", *steps, *WHOLE),
+        "apart": arguments(recipe, text, "apart", *steps),
     }
     newest = "checkpoints/step_000004" if recipe == "finetune" else "checkpoint-4"
     away = {3: tmp_path / "rows" / newest}
