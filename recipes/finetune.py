@@ -13,9 +13,8 @@ tokens of the step on all processes), checkpoints/ and final/.
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,9 +34,6 @@ from longctx_patch.checkpoints.series import FLIGHT, Retention, steps_of
 from longctx_patch.checkpoints.signals import StopSignals
 from longctx_patch.checkpoints.train_state import TrainState, load_checkpoint
 from longctx_patch.health.agreement import model_facts, require_agreement
-from longctx_patch.health.finite import FiniteSteps
-from longctx_patch.health.pace import PaceCheck
-from longctx_patch.health.replicas import ReplicaCheck
 from longctx_patch.health.watchdog import Watchdog
 from longctx_patch.health.weights import check_weights
 from longctx_patch.hf.layers.fused_layers import (
@@ -46,7 +42,6 @@ from longctx_patch.hf.layers.fused_layers import (
     fuse_layers,
     require_fused_layers,
 )
-from longctx_patch.hf.sentinel import Sentinel
 from longctx_patch.plugin import close_accelerator, make_accelerator, states_on_host
 from longctx_patch.recipes import hub, models
 from longctx_patch.recipes.also_train import check_precision
@@ -61,7 +56,7 @@ from longctx_patch.recipes.identity import (
 )
 from longctx_patch.recipes.launch import check_launcher, one_message
 from longctx_patch.recipes.memory_report import explained
-from longctx_patch.recipes.metrics import MetricsFile, ProgressBar, read_metrics
+from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.model_card import Card, card_of
 from longctx_patch.recipes.quiet import quiet_libraries
 from longctx_patch.recipes.rehearsal import check_memory, states_to_come
@@ -69,7 +64,6 @@ from longctx_patch.recipes.run_batches import (
     Data,
     build_data,
     evaluation_batches,
-    micro_batches,
 )
 from longctx_patch.recipes.run_record import (
     RECORD_FILE,
@@ -79,7 +73,8 @@ from longctx_patch.recipes.run_record import (
 )
 from longctx_patch.recipes.settings import Settings, parse_settings, settings_file
 from longctx_patch.recipes.stages import Stages, launched_at
-from longctx_patch.recipes.train_step import evaluate, train_step
+from longctx_patch.recipes.text_trainer import TextTrainer
+from longctx_patch.recipes.train_step import evaluate
 
 
 class Inputs(NamedTuple):
@@ -157,7 +152,6 @@ def train(
 ) -> StopSignals | None:
     """Build everything, go on from a checkpoint if there is one, and train to the last step, or
     until a signal stops the run after a step that is saved. None where the run has ended before."""
-    pace = PaceCheck(accelerator.device, accelerator.print)
     inputs = read_inputs(settings, accelerator, stages)
     if is_over(output, inputs.run, inputs.settings, {"max_steps": inputs.settings.max_steps}):
         say_ended(output.folder)
@@ -176,7 +170,7 @@ def train(
             check_memory(accelerator, job.state, job.handle, job.data)
         stages.enter("first step")
         numbers = partial(evaluated, job, accelerator, watchdog, context)
-        place = go_through_steps(job, accelerator, stages, watchdog, keeper, pace, stop, numbers)
+        place = go_through_steps(job, accelerator, stages, watchdog, keeper, stop, numbers)
     if place is not None:
         accelerator.print(stop.words(job.state.step, place), flush=True)
         return stop
@@ -287,31 +281,38 @@ def go_through_steps(
     stages: Stages,
     watchdog: Watchdog,
     keeper: Keeper,
-    pace: PaceCheck,
     stop: StopSignals,
     numbers: Callable[[], dict[str, Any]],
 ) -> Path | None:
     """Train and save; returns the checkpoint with which a signal stopped the run, None at the end
     of its last step."""
     settings, state = job.settings, job.state
-    replicas, first = ReplicaCheck(state.model, state.step), state.step + 1
-    for _ in train_steps(job, accelerator, pace, stop, numbers):
-        watchdog.done(state.step)
+    first, saved = state.step + 1, list[Path]()
+
+    def after_step() -> bool:
         if any(state.step == stage.of.first for stage in job.data.stages):
             watchdog.enter("start")  # the next rows have another length, and take another time
-        replicas.after_step(state.step)
         keeper.look()
         if state.step == first:
             stages.end(Path(settings.output))
         if stop.agreed or (settings.save_every and state.step % settings.save_every == 0):
-            place = keeper.save(state, replicas)
-        if stop.agreed and state.step < settings.max_steps:
-            break
-    else:
-        place = None
-        replicas.require_alike(state.step)
+            saved[:] = [keeper.save(state, trainer.replicas)]
+        return bool(stop.agreed)
+
+    trainer = TextTrainer(
+        settings,
+        job.data,
+        job.handle,
+        state,
+        accelerator,
+        watchdog=watchdog,
+        stop=stop,
+        evaluated=numbers,
+        after_step=after_step,
+    )
+    trainer.train()
     keeper.settle()
-    return place
+    return saved[0] if stop.agreed and state.step < settings.max_steps else None
 
 
 def model_card(settings: Settings, config: Any, processes: int) -> Card:
@@ -348,62 +349,6 @@ def evaluated(
     watchdog.enter("step")
     accelerator.print(f"step {step}: eval_loss {numbers['eval_loss']:.4f}", flush=True)
     return numbers | found
-
-
-def train_steps(
-    job: Job,
-    accelerator: Any,
-    pace: PaceCheck,
-    stop: StopSignals,
-    evaluated: Callable[[], dict[str, Any]],
-) -> Iterator[None]:
-    """Train every step that is left, and stop after each, when its metrics are written."""
-    settings, state, handle, data = job.settings, job.state, job.handle, job.data
-    writes = accelerator.is_main_process
-    metrics = MetricsFile(Path(settings.output), writes=writes, first_step=state.step)
-    bar = ProgressBar(total=settings.max_steps, initial=state.step, disable=not writes, unit="step")
-    # The plans of a step's batches are made during the step before it.
-    ahead = handle.plan_ahead(
-        micro_batches(data, range(state.step, settings.max_steps)),
-        depth=max(stage.order.accumulation for stage in data.stages),
-    )
-    steps = FiniteSteps(
-        state.optimizer,
-        skip_bad_steps=settings.skip_bad_steps,
-        history=state.history,
-    )
-    sentinel, document = Sentinel(handle, state.model), data.document()
-    while state.step < settings.max_steps:
-        num_forwards = data.at(state.step).order.accumulation
-        batches = list(islice(pace.loading(ahead), num_forwards))
-        values = train_step(
-            accelerator,
-            state,
-            batches,
-            steps=steps,
-            max_grad_norm=settings.max_grad_norm,
-            rows=partial(data.called, state.step),
-            stop=stop,
-        )
-        handle.reserve_host(0)  # the optimizer has made its states
-        if "skipped" in values:
-            accelerator.print(f"step {state.step} is skipped: {values['skipped']}")
-        if settings.sentinel_every and state.step % settings.sentinel_every == 0:
-            values["sentinel_error"] = sentinel.check(document)
-        if slow := pace.after_step(state.step):
-            values["slow_ranks"] = slow
-        values |= evaluated()
-        kept = {
-            "layers_not_recomputed": handle.checkpointing.num_whole_layers,
-            "layers_offloaded": handle.checkpointing.num_offloaded_layers,
-            "mlp_tiles": max(handle.mlp_tiles),
-        }
-        metrics.write(**values, **data.metrics(state.step - 1), **kept)
-        speed = f"{values['tokens_per_second']:.0f}"
-        bar.set_postfix(loss=f"{values['loss']:.4f}", tok_s=speed, refresh=False)
-        bar.update()
-        yield
-    bar.close()
 
 
 def build_accelerator(settings: Settings) -> Any:

@@ -1,84 +1,14 @@
 """One optimizer step over several micro batches, which changes nothing unless its numbers are
 finite."""
 
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 
-from longctx_patch.checkpoints.signals import StopSignals
-from longctx_patch.checkpoints.train_state import TrainState
-from longctx_patch.health.finite import FiniteSteps
-from longctx_patch.health.where import Pass, source_of
 from longctx_patch.hf.handle import evaluation_mode
-from longctx_patch.loss.law import IGNORE_INDEX, count_valid_tokens
-from longctx_patch.memory.random_state import RandomState
-from longctx_patch.recipes.metrics import peak_memory_bytes
-
-
-def train_step(
-    accelerator: Any,
-    state: TrainState,
-    batches: list[Any],
-    *,
-    steps: FiniteSteps,
-    max_grad_norm: float,
-    rows: Callable[[], list[str]],
-    stop: StopSignals,
-) -> dict[str, Any]:
-    """Train on all micro batches of a step; returns the line for metrics.jsonl.
-
-    Args:
-        stop: after the step all ranks agree whether one of them was asked to stop.
-        rows: says which rows each of the micro batches has.
-
-    Raises:
-        BadStepError: on all ranks, for a step with bad numbers where none may be skipped any more.
-            `state` is that after the step before.
-    """
-    started = time.perf_counter()
-    batches = [{name: value.to(accelerator.device) for name, value in b.items()} for b in batches]
-    tokens = count_valid_tokens(batches)
-    random = RandomState.now(accelerator.device)
-    loss = run_batches(accelerator, state.model, batches, tokens)
-    trained = [p for p in state.model.parameters() if p.requires_grad]
-    grad_norm = accelerator.clip_grad_norm_(trained, max_grad_norm or float("inf"))
-    learning_rate = state.optimizer.param_groups[0]["lr"]
-
-    def explain() -> str:
-        passes = [
-            Pass(
-                partial(run_batches, accelerator, state.model, [batch], tokens, averages=False),
-                said,
-            )
-            for batch, said in zip(batches, rows(), strict=True)
-        ]
-        return source_of(state.model, passes, random)
-
-    # Waits for the whole step.
-    numbers = steps.step(loss, grad_norm, explain, step=state.step + 1)
-    state.scheduler.step()
-    state.optimizer.zero_grad()
-    state.step += 1
-    mine = [peak_memory_bytes(loss.device), stop.asked]
-    mine_tensor = torch.tensor(mine, dtype=torch.float64, device=loss.device)
-    peak_bytes, stop.agreed = map(int, accelerator.gather(mine_tensor).view(-1, 2).amax(0).tolist())
-    tokens_per_second = tokens / (time.perf_counter() - started)
-    skipped = {} if numbers.is_applied else {"skipped": numbers.problem}
-    return {
-        "step": state.step,
-        "loss": numbers.loss,
-        "grad_norm": numbers.grad_norm,
-        "learning_rate": learning_rate,
-        "tokens": tokens,
-        "tokens_per_second": tokens_per_second,
-        "tokens_per_second_per_device": tokens_per_second / accelerator.num_processes,
-        "peak_memory_bytes": peak_bytes,
-        **skipped,
-    }
+from longctx_patch.loss.law import IGNORE_INDEX
 
 
 def run_batches(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from longctx_patch.health.finite import FiniteSteps, PendingStep, StepHistory
+from longctx_patch.health.finite import FiniteSteps, PendingStep, StepHistory, StepNumbers
 from longctx_patch.health.weights import check_saved_weights, check_weights
 from longctx_patch.health.where import Pass, source_of
 from longctx_patch.memory.random_state import RandomState
@@ -67,6 +67,8 @@ class FiniteStepsMixin(_Trainer):
     _guard: FiniteSteps | None = None
     _step_now: _Step | None = None
     _step_before: _Step | None = None
+    last_numbers: StepNumbers
+    """Those of the last step that the host knows of."""
     _are_weights_checked = False
     """Whether those that are being saved were found to be finite."""
 
@@ -149,6 +151,7 @@ class FiniteStepsMixin(_Trainer):
             return
         explain = partial(self._explain_step, step)
         numbers = self._finite_steps().settle(step.pending, explain, step=step.number)
+        self.last_numbers = numbers
         if not numbers.is_applied:
             said = {SKIPPED: step.number, "skipped": numbers.problem}
             if self.args.should_log:
