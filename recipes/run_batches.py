@@ -92,9 +92,9 @@ class Data(NamedTuple):
         return {name: [one[name] for one in each] for name in each[0]}
 
     def document(self) -> torch.Tensor:
-        """The tokens of the longest document in this replica's first row."""
+        """The tokens of the longest document in the first replica's first row."""
         stage = self.stages[0]
-        row = stage.rows[stage.order.indices(0, self.replica)[0][0]]
+        row = stage.rows[stage.order.indices(0, 0)[0][0]]
         ids = torch.tensor(row["input_ids"])
         return max(ids.split(row.get("seq_lengths", [len(ids)])), key=len)
 

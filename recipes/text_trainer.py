@@ -116,9 +116,11 @@ class TextTrainer(LongContextTrainerMixin, StepTrainer):
         self._settings, self._stop = settings, stop
         self._evaluated, self._after_step = evaluated, after_step
         self._found: dict[str, Any] = {}
+        model = accelerator.unwrap_model(state.model)
+        uses_cache = model.config.use_cache
         with RandomState.now(accelerator.device).replayed():  # transformers seeds all alike
             super().__init__(
-                model=accelerator.unwrap_model(state.model),
+                model=model,
                 args=arguments_of(settings, accelerator),
                 train_dataset=[{"input_ids": data.document().tolist()}],
                 long_context=handle,
@@ -126,6 +128,7 @@ class TextTrainer(LongContextTrainerMixin, StepTrainer):
                 skip_bad_steps=settings.skip_bad_steps,
                 sentinel_every=settings.sentinel_every,
             )
+        model.config.use_cache = uses_cache  # transformers switches it off for good
         self.remove_callback(PrinterCallback)
         self.add_callback(AfterStep(self))
         writes = accelerator.is_main_process

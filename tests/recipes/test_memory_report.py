@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig, MixtralConfig
 
 from longctx_patch.planner.job import parse_cluster
-from longctx_patch.recipes import finetune, memory_report, rehearsal
+from longctx_patch.recipes import finetune, memory_report, rehearsal, text_trainer
 from longctx_patch.recipes.settings import Settings, parse_settings
 from tests.memory.live_bytes import LiveBytes
 from tests.planner.jobs import LLAMA_8B
@@ -154,7 +154,7 @@ def test_the_recipe_raises_it(monkeypatch: pytest.MonkeyPatch, run: Start) -> No
         assert config.num_hidden_layers == 4
         return memory_report.OutOfMemory("Predicted: ...")
 
-    monkeypatch.setattr(finetune, "train_step", full)
+    monkeypatch.setattr(text_trainer, "run_batches", full)
     monkeypatch.setattr(memory_report, "out_of_memory", said)
     with pytest.raises(memory_report.OutOfMemory, match="Predicted"):
         run()

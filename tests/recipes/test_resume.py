@@ -20,6 +20,7 @@ from longctx_patch.recipes import exporting, finetune, identity
 from longctx_patch.recipes.launch import one_message
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.settings import parse_settings
+from longctx_patch.recipes.text_trainer import TextTrainer
 from tests.checkpoints.test_disk import full_disk
 from tests.recipes.conftest import Start, flags_of, numbers
 from tests.tiny_llama import TINY_LLAMA
@@ -67,14 +68,14 @@ def test_an_output_that_is_deleted_in_a_run_is_made_again(
     tmp_path: Path,
 ) -> None:
     """The run ended with an error, and without the weights that it still had."""
-    train_step = finetune.train_step
+    training_step = TextTrainer.training_step
 
-    def deletes(accelerator: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-        if state.step == 2:
+    def deletes(trainer: TextTrainer, *args: Any, **kwargs: Any) -> Any:
+        if trainer.state.global_step == 2:
             shutil.rmtree(tmp_path / "out")
-        return train_step(accelerator, state, *args, **kwargs)
+        return training_step(trainer, *args, **kwargs)
 
-    monkeypatch.setattr(finetune, "train_step", deletes)
+    monkeypatch.setattr(TextTrainer, "training_step", deletes)
     output = start("--save-every", "4")
     assert f"{output} was deleted while the run goes on" in capsys.readouterr().out
     assert [line["step"] for line in read_metrics(output)] == [3, 4, 5]

@@ -21,6 +21,7 @@ from longctx_patch.cli import train
 from longctx_patch.plugin.launch_yaml import accelerate_yaml
 from longctx_patch.recipes import finetune
 from longctx_patch.recipes.metrics import read_metrics
+from longctx_patch.recipes.text_trainer import TextTrainer
 from tests.harness import run_distributed
 from tests.launching import start_forked, start_longctx
 from tests.recipes.conftest import Start, numbers
@@ -87,14 +88,14 @@ def test_a_run_saves_and_ends_after_the_step(
 ) -> None:
     run = partial(start, max_steps=4)
     whole = run(folder="whole")
-    train_step = finetune.train_step
+    training_step = TextTrainer.training_step
 
-    def signalled(accelerator: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-        if state.step in (1, 3):  # the last time, the run ends anyway
+    def signalled(trainer: TextTrainer, *args: Any, **kwargs: Any) -> Any:
+        if trainer.state.global_step in (1, 3):  # the last time, the run ends anyway
             signal.raise_signal(signal.SIGTERM)
-        return train_step(accelerator, state, *args, **kwargs)
+        return training_step(trainer, *args, **kwargs)
 
-    monkeypatch.setattr(finetune, "train_step", signalled)
+    monkeypatch.setattr(TextTrainer, "training_step", signalled)
     with pytest.raises(SystemExit) as ended:
         run(resume="auto")
     output = whole.with_name("out")
