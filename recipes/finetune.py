@@ -35,7 +35,6 @@ from longctx_patch.checkpoints.signals import StopSignals
 from longctx_patch.checkpoints.train_state import TrainState, load_checkpoint
 from longctx_patch.health.agreement import model_facts, require_agreement
 from longctx_patch.health.watchdog import Watchdog
-from longctx_patch.health.weights import check_weights
 from longctx_patch.hf.layers.fused_layers import (
     FusedLayers,
     choose_fused_layers,
@@ -246,7 +245,6 @@ def begin(job: Job, accelerator: Any, checkpoint: Path | None) -> None:
         write_record(output, dataclasses.asdict(settings), accelerator.num_processes)
     if checkpoint:
         load_checkpoint(job.state, checkpoint)
-    check_weights(job.state.model, accelerator.device)
     fused = f"fused layers: {job.fused.how} ({job.fused.why})"
     accelerator.print(f"{fused}\nweights: {settings.dtype}")
     if job.data.summary:

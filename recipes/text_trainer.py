@@ -52,13 +52,6 @@ class StepTrainer(Trainer):
 
     steps: Steps
     prepared: TrainState
-    given: Any
-    """The Accelerator of the run."""
-
-    def create_accelerator_and_postprocess(self) -> None:
-        """Take the run's."""
-        self.accelerator = self.given
-        self.is_deepspeed_enabled, self.is_fsdp_enabled = False, self.given.is_fsdp2
 
     def get_train_dataloader(self) -> Any:
         return self.steps
@@ -111,9 +104,9 @@ class TextTrainer(LongContextTrainerMixin, StepTrainer):
             evaluated: the numbers of evaluations that are due after the step. Collective.
             after_step: saves; returns whether the training ends. Collective.
         """
-        self.given, self.prepared, self._data = accelerator, state, data
+        self._given, self.prepared, self._data = accelerator, state, data
         self.steps = Steps(data, handle, state.step, settings.max_steps)
-        self._settings, self._stop = settings, stop
+        self._settings, self._stop, self._handle = settings, stop, handle
         self._evaluated, self._after_step = evaluated, after_step
         self._found: dict[str, Any] = {}
         model = accelerator.unwrap_model(state.model)
@@ -143,11 +136,12 @@ class TextTrainer(LongContextTrainerMixin, StepTrainer):
         return self._health
 
     def create_accelerator_and_postprocess(self) -> None:
-        StepTrainer.create_accelerator_and_postprocess(self)
-        self._patch(self.model)
+        """Take the run's, with its patched model."""
+        self.accelerator, self.long_context_handle = self._given, self._handle
+        self.is_deepspeed_enabled, self.is_fsdp_enabled = False, self._given.is_fsdp2
 
-    def get_train_dataloader(self) -> Any:
-        return self.steps
+    def require_agreement(self) -> None:
+        """The recipe has compared ranks before it wrapped the model."""
 
     def _finite_steps(self) -> FiniteSteps:
         if self._guard is None:
