@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from longctx_patch.checkpoints.series import steps_of, trainer_checkpoints_of
+from longctx_patch.checkpoints.series import trainer_checkpoints_of
 from longctx_patch.families.load_config import is_bare_config, load_model_config
 from longctx_patch.families.rope_facts import reachable_length
 from longctx_patch.families.text_part import auto_class
@@ -88,8 +88,7 @@ def _of_run(folder: Path, outputs: Sequence[Path]) -> Evaluated:
         asked = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))["settings"]
     run = parallelism_in(settings)[0] if settings else None
     degrees = (run.ulysses_degree, run.ring_degree) if run else None
-    checkpoint = found.parent if found.name == "model" else found
-    step = "" if found.name == "final" else f", {checkpoint.name}"
+    step = "" if found.name == "final" else f", {found.name}"
     label = f"{folder.resolve().name}{step}"
     if (found / ADAPTER_FILE).is_file():
         adapter = _with_adapter(found, label=label)
@@ -107,10 +106,9 @@ def _of_run(folder: Path, outputs: Sequence[Path]) -> Evaluated:
 def _newest(output: Path) -> Path | None:
     """The folder with the newest trained model: final/ of a run that has ended, else a
     checkpoint's, else final/."""
-    ours = (each.path / "model" for each in reversed(steps_of(output).complete()))
-    others = (each.path for each in reversed(trainer_checkpoints_of(output).complete()))
+    saved = [each.path for each in reversed(trainer_checkpoints_of(output).complete())]
     final = output / "final"
-    places = [final, *ours, *others] if ended_record(output) else [*ours, *others, final]
+    places = [final, *saved] if ended_record(output) else [*saved, final]
     return next((place for place in places if _has_weights(place)), None)
 
 

@@ -7,13 +7,13 @@
 The order of what is done to the model matters: load, RoPE, LoRA, fused layers, patch, prepare.
 `--settings FILE` reads the same settings from YAML, `--pack` fills rows with documents that don't
 see each other. The output folder gets metrics.jsonl (one line per step; loss is the mean over all
-tokens of the step on all processes), checkpoints/ and final/.
+tokens of the step on all processes), checkpoint-N/ and final/.
 """
 
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,12 +28,11 @@ from transformers.utils.logging import disable_progress_bar
 from longctx_patch import PatchHandle, patch
 from longctx_patch.checkpoints import lock
 from longctx_patch.checkpoints.disk import explained_disk
-from longctx_patch.checkpoints.keeper import Keeper
 from longctx_patch.checkpoints.output_folder import Output, make_output
-from longctx_patch.checkpoints.series import FLIGHT, Retention, steps_of
+from longctx_patch.checkpoints.series import FLIGHT, trainer_checkpoints_of
 from longctx_patch.checkpoints.signals import StopSignals
-from longctx_patch.checkpoints.train_state import TrainState, load_checkpoint
 from longctx_patch.health.agreement import model_facts, require_agreement
+from longctx_patch.health.pace import PaceCheck
 from longctx_patch.health.watchdog import Watchdog
 from longctx_patch.hf.layers.fused_layers import (
     FusedLayers,
@@ -41,11 +40,12 @@ from longctx_patch.hf.layers.fused_layers import (
     fuse_layers,
     require_fused_layers,
 )
-from longctx_patch.plugin import close_accelerator, make_accelerator, states_on_host
+from longctx_patch.plugin import close_accelerator, make_accelerator
 from longctx_patch.recipes import hub, models
 from longctx_patch.recipes.also_train import check_precision
-from longctx_patch.recipes.context_steps import ContextSteps, check_tasks
-from longctx_patch.recipes.exporting import write_final, write_model
+from longctx_patch.recipes.callbacks import RunFileCallback, StagesCallback, StopCallback
+from longctx_patch.recipes.context_steps import ContextStepsCallback, asked_of, check_tasks
+from longctx_patch.recipes.exporting import write_final
 from longctx_patch.recipes.identity import (
     check_fingerprint,
     facts_of,
@@ -58,12 +58,8 @@ from longctx_patch.recipes.memory_report import explained
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.model_card import Card, card_of
 from longctx_patch.recipes.quiet import quiet_libraries
-from longctx_patch.recipes.rehearsal import check_memory, states_to_come
-from longctx_patch.recipes.run_batches import (
-    Data,
-    build_data,
-    evaluation_batches,
-)
+from longctx_patch.recipes.rehearsal import MemoryCallback, check_memory
+from longctx_patch.recipes.run_batches import Data, build_data
 from longctx_patch.recipes.run_record import (
     RECORD_FILE,
     noting_failure,
@@ -72,8 +68,7 @@ from longctx_patch.recipes.run_record import (
 )
 from longctx_patch.recipes.settings import Settings, parse_settings, settings_file
 from longctx_patch.recipes.stages import Stages, launched_at
-from longctx_patch.recipes.text_trainer import TextTrainer
-from longctx_patch.recipes.train_step import evaluate
+from longctx_patch.recipes.text_trainer import Prepared, StepCallback, TextTrainer
 
 
 class Inputs(NamedTuple):
@@ -96,7 +91,7 @@ class Job(NamedTuple):
     data: Data
     fused: FusedLayers
     handle: PatchHandle
-    state: TrainState
+    prepared: Prepared
     run: dict[str, Any]
     """The run's fingerprint."""
 
@@ -136,7 +131,7 @@ def output_of(settings: Settings) -> Output:
     """Where the run writes, and how it is asked to begin there."""
     return Output(
         folder=Path(settings.output),
-        checkpoints=steps_of(settings.output),
+        checkpoints=trainer_checkpoints_of(settings.output),
         resume=settings.resume,
         record=RECORD_FILE,
     )
@@ -151,37 +146,30 @@ def train(
 ) -> StopSignals | None:
     """Build everything, go on from a checkpoint if there is one, and train to the last step, or
     until a signal stops the run after a step that is saved. None where the run has ended before."""
+    pace = PaceCheck(accelerator.device, accelerator.print)
     inputs = read_inputs(settings, accelerator, stages)
     if is_over(output, inputs.run, inputs.settings, {"max_steps": inputs.settings.max_steps}):
         say_ended(output.folder)
         return None
     checkpoint = output.find(accelerator.print)
     job = build(inputs, accelerator, checkpoint, stages)
-    context = ContextSteps(job.settings, job.handle, job.tokenizer)
     # Nothing was written so far, so a refusal above leaves no files behind.
-    begin(job, accelerator, checkpoint)
+    begin(job, accelerator)
     showing = explained(job.settings, job.handle.model.config, accelerator)
-    with StopSignals() as stop, keeper_of(job, accelerator, watchdog) as keeper, showing:
-        if states_on_host(accelerator):
-            job.handle.reserve_host(states_to_come(job.state))
-        if not settings.skip_rehearsal:
-            stages.enter("rehearsal")
-            check_memory(accelerator, job.state, job.handle, job.data)
-        stages.enter("first step")
-        numbers = partial(evaluated, job, accelerator, watchdog, context)
-        place = go_through_steps(job, accelerator, stages, watchdog, keeper, stop, numbers)
-    if place is not None:
-        accelerator.print(stop.words(job.state.step, place), flush=True)
+    with StopSignals() as stop, showing:
+        trainer = trainer_of(job, accelerator, stages, watchdog, pace, stop)
+        trainer.train(str(checkpoint) if checkpoint else None)
+    step = trainer.state.global_step
+    if stop.agreed:
+        accelerator.print(stop.words(step, output.checkpoints.path_of(step)), flush=True)
         return stop
-    stop.agreed = 0  # what was asked for in the last step is done anyway
-    watchdog.enter("end")
     write_final(
         accelerator,
-        job.state.model,
+        trainer.model_wrapped,
         job.tokenizer,
         output.folder,
         seed=job.settings.seed,
-        step=job.state.step,
+        step=step,
         config=job.config,
         card=partial(model_card, job.settings, job.config, accelerator.num_processes),
         run=job.run,
@@ -233,84 +221,53 @@ def build(inputs: Inputs, accelerator: Any, checkpoint: Path | None, stages: Sta
     goes_on = {"goes on from": checkpoint and checkpoint.name}
     facts = {"rows": run["exact"]["rows"], "fused_layers": fused.how, **goes_on}
     require_agreement(facts | model_facts(model), "what to train")
-    state = build_state(settings, accelerator, model)
-    return Job(settings, inputs.config, inputs.tokenizer, inputs.data, fused, handle, state, run)
+    prepared = prepare(settings, accelerator, model)
+    return Job(settings, inputs.config, inputs.tokenizer, inputs.data, fused, handle, prepared, run)
 
 
-def begin(job: Job, accelerator: Any, checkpoint: Path | None) -> None:
-    """Make the output folder, load the checkpoint, and say what is trained."""
+def begin(job: Job, accelerator: Any) -> None:
+    """Make the output folder, and say what is trained."""
     output, settings = Path(job.settings.output), job.settings
     make_output(accelerator, output)
     if accelerator.is_main_process:
         write_record(output, dataclasses.asdict(settings), accelerator.num_processes)
-    if checkpoint:
-        load_checkpoint(job.state, checkpoint)
     fused = f"fused layers: {job.fused.how} ({job.fused.why})"
     accelerator.print(f"{fused}\nweights: {settings.dtype}")
     if job.data.summary:
         accelerator.print(job.data.summary)
 
 
-def keeper_of(job: Job, accelerator: Any, watchdog: Watchdog) -> Keeper:
-    """Saves the steps of the run; every process calls this."""
-    settings = job.settings
-    inner = accelerator.unwrap_model(job.state.model)
-
-    def write(folder: Path, weights: dict[str, torch.Tensor]) -> None:
-        write_model(inner, job.tokenizer, folder, weights, seed=settings.seed)
-
-    return Keeper(
-        series=steps_of(settings.output),
-        run=job.run,
-        write_model=write,
-        retention=Retention(keep_last=settings.keep_last, keep_every=settings.keep_every),
-        device=accelerator.device,
-        in_background=settings.save_in_background,
-        timeout_s=settings.save_timeout,
-        say=accelerator.print,
-        waiting=watchdog.saving,
-        beside=watchdog.beside,
-    )
-
-
-def go_through_steps(
+def trainer_of(
     job: Job,
     accelerator: Any,
     stages: Stages,
     watchdog: Watchdog,
-    keeper: Keeper,
+    pace: PaceCheck,
     stop: StopSignals,
-    numbers: Callable[[], dict[str, Any]],
-) -> Path | None:
-    """Train and save; returns the checkpoint with which a signal stopped the run, None at the end
-    of its last step."""
-    settings, state = job.settings, job.state
-    first, saved = state.step + 1, list[Path]()
-
-    def after_step() -> bool:
-        if any(state.step == stage.of.first for stage in job.data.stages):
-            watchdog.enter("start")  # the next rows have another length, and take another time
-        keeper.look()
-        if state.step == first:
-            stages.end(Path(settings.output))
-        if stop.agreed or (settings.save_every and state.step % settings.save_every == 0):
-            saved[:] = [keeper.save(state, trainer.replicas)]
-        return bool(stop.agreed)
-
+) -> TextTrainer:
+    """What trains the run, with what runs beside it; every process calls this."""
+    settings, data = job.settings, job.data
     trainer = TextTrainer(
         settings,
-        job.data,
+        data,
         job.handle,
-        state,
+        job.prepared,
         accelerator,
+        tokenizer=job.tokenizer,
+        pace=pace,
         watchdog=watchdog,
-        stop=stop,
-        evaluated=numbers,
-        after_step=after_step,
     )
-    trainer.train()
-    keeper.settle()
-    return saved[0] if stop.agreed and state.step < settings.max_steps else None
+    rehearse = None if settings.skip_rehearsal else partial(check_memory, trainer, data)
+    trainer.add_callback(RunFileCallback(job.run))
+    trainer.add_callback(StopCallback(stop))
+    trainer.add_callback(MemoryCallback(trainer, stages, rehearse))
+    trainer.add_callback(StagesCallback(stages))
+    if every := settings.eval_context_steps:
+        asked, tokenizer = asked_of(settings), job.tokenizer
+        scores = ContextStepsCallback(trainer, asked, every=every, tokenizer=tokenizer)
+        trainer.add_callback(scores)
+    trainer.add_callback(StepCallback(trainer))
+    return trainer
 
 
 def model_card(settings: Settings, config: Any, processes: int) -> Card:
@@ -329,24 +286,6 @@ def model_card(settings: Settings, config: Any, processes: int) -> Card:
         seed=settings.seed,
         place=settings.push_to_hub,
     )
-
-
-def evaluated(
-    job: Job, accelerator: Any, watchdog: Watchdog, context: ContextSteps
-) -> dict[str, Any]:
-    """The numbers of evaluations that are due after the step that is done. Collective."""
-    settings, step = job.settings, job.state.step
-    found = context.numbers(job.state.model, step, watchdog)
-    for name, value in found.items():
-        accelerator.print(f"step {step}: {name} {value:.4f}", flush=True)
-    is_due = step == settings.max_steps or (settings.eval_steps and step % settings.eval_steps == 0)
-    if job.data.evaluation is None or not is_due:
-        return found
-    watchdog.enter("evaluate")
-    numbers = evaluate(accelerator, job.state.model, evaluation_batches(job.data))
-    watchdog.enter("step")
-    accelerator.print(f"step {step}: eval_loss {numbers['eval_loss']:.4f}", flush=True)
-    return numbers | found
 
 
 def build_accelerator(settings: Settings) -> Any:
@@ -378,7 +317,7 @@ def build_model(settings: Settings, config: Any, accelerator: Any) -> Any:
     return model.train()  # from_pretrained returns it in evaluation mode
 
 
-def build_state(settings: Settings, accelerator: Any, model: Any) -> TrainState:
+def prepare(settings: Settings, accelerator: Any, model: Any) -> Prepared:
     """The optimizer of the trained weights, its scheduler, and the model wrapped for this world."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
@@ -396,7 +335,7 @@ def build_state(settings: Settings, accelerator: Any, model: Any) -> TrainState:
         num_training_steps=settings.max_steps,
     )
     model, optimizer = accelerator.prepare(model, optimizer)
-    return TrainState(model=model, optimizer=optimizer, scheduler=scheduler)
+    return Prepared(model, optimizer, scheduler)
 
 
 if __name__ == "__main__":

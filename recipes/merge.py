@@ -66,7 +66,7 @@ def find_adapter(run: Path) -> Path:
             )
     raise ValueError(
         f"{run}: no adapter in it, nor in final/ or training/final/ ({ADAPTER_FILE}). A run that "
-        "goes on has its newest one under checkpoints/step_N/model, with --save-every N."
+        "goes on has its newest one under checkpoint-N, with --save-every N."
     )
 
 

@@ -6,15 +6,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
 
-from longctx_patch.checkpoints.train_state import TrainState
-from longctx_patch.plugin import states_on_host
 from longctx_patch.recipes.data.token_table import longest_row_first
 from longctx_patch.recipes.memory_report import explained
-from longctx_patch.recipes.rehearsal import rehearse, states_to_come
+from longctx_patch.recipes.rehearsal import rehearse
 from longctx_patch.recipes.settings import ModelSettings, Parallelism, Settings
-from longctx_patch.recipes.stages import Stages
 from longctx_patch.recipes.trl_settings import TrlSettings
 from longctx_patch.trainer.bad_steps import counts_kept
 
@@ -44,27 +40,6 @@ def _as_text_run(settings: TrlSettings, args: Any) -> Settings:
     )
 
 
-class MemoryCallback(TrainerCallback):
-    """Rehearses a step with the longest rows before the first one, as rows differ in length and the
-    longest may come late; and keeps room on the host for what the optimizer will have there."""
-
-    def __init__(self, trainer: Any, stages: Stages, *, rehearses: bool) -> None:
-        self._trainer, self._stages, self._rehearses = trainer, stages, rehearses
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        trainer = self._trainer
-        model, optimizer = trainer.model_wrapped, trainer.optimizer
-        if states_on_host(trainer.accelerator):
-            begun = TrainState(model=model, optimizer=optimizer, scheduler=None)
-            trainer.long_context_handle.reserve_host(states_to_come(begun))
-        if self._rehearses:
-            self._stages.enter("rehearsal")
-            check_longest(trainer)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._trainer.long_context_handle.reserve_host(0)  # the optimizer has made its states
-
-
 def _why_not(trainer: Any) -> str:
     """Why a step can't be rehearsed."""
     if not hasattr(trainer.train_dataset, "__len__"):
@@ -91,7 +66,6 @@ def check_longest(trainer: Any) -> None:
             found: torch.Tensor = trainer.compute_loss(model, batch, num_items_in_batch=tokens)
         return found
 
-    state = TrainState(model=model, optimizer=trainer.optimizer, scheduler=None)
-    forwards, handle = trainer.args.gradient_accumulation_steps, trainer.long_context_handle
+    forwards = trainer.args.gradient_accumulation_steps
     with counts_kept(trainer), trainer.maybe_activation_offload_context:
-        rehearse(accelerator, handle, state, loss, forwards, "with the longest rows ")
+        rehearse(trainer, loss, forwards, "with the longest rows ")

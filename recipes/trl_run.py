@@ -29,12 +29,19 @@ from longctx_patch.plugin import close_accelerator
 from longctx_patch.plugin.start import choose_gloo_interface
 from longctx_patch.recipes import hub, models
 from longctx_patch.recipes.also_train import check_precision
+from longctx_patch.recipes.callbacks import (
+    MetricsCallback,
+    RunFileCallback,
+    StagesCallback,
+    StopCallback,
+)
 from longctx_patch.recipes.context_steps import ContextStepsCallback, asked_of, check_tasks
 from longctx_patch.recipes.exporting import write_final
 from longctx_patch.recipes.identity import check_fingerprint, is_over, with_weights
 from longctx_patch.recipes.launch import check_launcher
 from longctx_patch.recipes.model_card import Card, card_of
 from longctx_patch.recipes.quiet import quiet_libraries
+from longctx_patch.recipes.rehearsal import MemoryCallback
 from longctx_patch.recipes.row_order import check_batch
 from longctx_patch.recipes.run_record import (
     RECORD_FILE,
@@ -45,15 +52,9 @@ from longctx_patch.recipes.run_record import (
 from longctx_patch.recipes.settings import DtypeName
 from longctx_patch.recipes.settings_file import file_and_flags
 from longctx_patch.recipes.stages import Stages, launched_at
-from longctx_patch.recipes.trl_callbacks import (
-    MetricsCallback,
-    RunFileCallback,
-    StagesCallback,
-    StopCallback,
-)
 from longctx_patch.recipes.trl_data import RunData, load_data, reading_of
 from longctx_patch.recipes.trl_identity import trl_fingerprint
-from longctx_patch.recipes.trl_memory import MemoryCallback, explained_run
+from longctx_patch.recipes.trl_memory import check_longest, explained_run
 from longctx_patch.recipes.trl_settings import TrlSettings, parse
 
 RECORDED = (
@@ -160,8 +161,8 @@ def train(
         used = {name: values[name] for name in RECORDED}
         write_record(output, dataclasses.asdict(settings) | used, args.world_size)
     trainer.add_callback(StopCallback(stop))
-    rehearses = not settings.skip_rehearsal
-    trainer.add_callback(MemoryCallback(trainer, stages, rehearses=rehearses))
+    rehearse = None if settings.skip_rehearsal else partial(check_longest, trainer)
+    trainer.add_callback(MemoryCallback(trainer, stages, rehearse))
     trainer.add_callback(StagesCallback(stages))
     if every := settings.eval_context_steps:
         trainer.add_callback(ContextStepsCallback(trainer, asked_of(settings), every=every))

@@ -70,19 +70,22 @@ class Output:
             raise ValueError(f"output {str(self.folder)!r} holds files. {hint}")
 
     def _refuse_older(self) -> None:
-        """Raise ValueError where checkpoints of a version without manifests are all there is: a run
-        that starts anew would train their steps again."""
+        """Raise ValueError where checkpoints of older versions are all there is: a run that starts
+        anew would train their steps again."""
         old = [
-            each.path
+            (each.path, f"without {MANIFEST}, of an older version or another trainer")
             for each in self.checkpoints.found()
             if not is_ours(each.path) and any((each.path / name).is_file() for name in STATE_FILES)
         ]
-        if old and not self.checkpoints.complete():
+        steps = sorted((self.folder / "checkpoints").glob("step_*/run.json"))
+        old += [(file.parent, "in the format of an older version") for file in steps]
+        has_ended = self.resume == "auto" and (self.folder / "final").is_dir()
+        if old and not has_ended and not self.checkpoints.complete():
+            path, what = old[-1]
             raise ValueError(
-                f"resume: {old[-1]} is a checkpoint without {MANIFEST}, of an older version or "
-                "another trainer. This version can't check it, so it does not go on from it, and "
-                "does not train its steps again beside it. Go on with the version that wrote it, "
-                "or give a new output."
+                f"resume: {path} is a checkpoint {what}. This version can't check it, so it does "
+                "not go on from it, and does not train its steps again beside it. Go on with the "
+                "version that wrote it, or give a new output."
             )
 
     def is_free(self) -> bool:

@@ -37,17 +37,15 @@ class Checkpoint:
 class Series:
     """The checkpoints of one output: folders `PREFIXn` side by side in `folder`.
 
-    `step_1000000` comes after `step_999999`. Files, links and other names, such as `step_best`, are
-    the user's.
+    `checkpoint-1000000` comes after `checkpoint-999999`. Files, links and other names, such as
+    `checkpoint-best`, are the user's.
     """
 
     folder: Path
     prefix: str
-    digits: int = 1
-    """The least digits of a name, filled with zeros."""
 
     def path_of(self, step: int) -> Path:
-        return self.folder / f"{self.prefix}{step:0{self.digits}d}"
+        return self.folder / f"{self.prefix}{step}"
 
     def found(self) -> list[Checkpoint]:
         """The folders with names that this series gives, the oldest first."""
@@ -73,13 +71,8 @@ class Series:
         return [(path, match) for path in paths if (match := name.fullmatch(path.name))]
 
 
-def steps_of(output: str | Path) -> Series:
-    """The checkpoints of the fine-tuning recipe."""
-    return Series(Path(output) / "checkpoints", "step_", digits=6)
-
-
 def trainer_checkpoints_of(output: str | Path) -> Series:
-    """The checkpoints of transformers' trainers."""
+    """The checkpoints of trainers, whose names are transformers'."""
     return Series(Path(output), "checkpoint-")
 
 

@@ -1,16 +1,13 @@
-"""A step of a training as a checkpoint has it: taken from a model and its optimizer, written into a
-folder, and loaded back. `series` has checked a folder before: nothing here looks for damage."""
+"""What a checkpoint has of a training: weights and states by name, taken from a model and its
+optimizer and loaded back. `series` has checked a folder before: nothing here looks for damage."""
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -19,116 +16,24 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from longctx_patch.health.finite import StepHistory, torch_optimizer
-from longctx_patch.rules.together import of_all_ranks, own_rank
+from longctx_patch.health.finite import torch_optimizer
 
-from .manifest import begin, seal
 from .plain_pickle import MetadataReader, load_plain
-from .series import clear
-from .states import write_states
 
-RUN_FILE, SCHEDULER_FILE = "run.json", "scheduler.json"
-WriteModel = Callable[[Path, dict[str, Tensor]], object]
-"""Writes whole trained weights as plain libraries load them; one process calls it."""
+RUN_FILE = "run.json"
 
 
-@dataclass(kw_only=True)
-class TrainState:
-    """What changes while training, beside its data, and has to be restored to go on exactly."""
-
-    model: Any
-    optimizer: torch.optim.Optimizer
-    scheduler: Any
-    step: int = 0
-    """Optimizer steps done or skipped; with the row order this is also the position in the data."""
-    history: StepHistory = field(default_factory=StepHistory)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Snapshot:
-    """What is written. It shares the tensors with the training, or has copies on the host."""
-
-    step: int
-    tensors: dict[str, Any]
-    """Trained weights and the optimizer's states; each rank has its own parts."""
-    random: dict[str, Tensor]
-    """The states of this rank's random generators."""
-    scheduler: str
-    """JSON."""
-    history: dict[str, Any]
-
-
-def shared_snapshot(state: TrainState) -> Snapshot:
-    """The state as it is now, without copies of its tensors: to be written before the next step."""
-    on_gpus = {f"cuda_{n}": each for n, each in enumerate(torch.cuda.get_rng_state_all())}
-    return Snapshot(
-        step=state.step,
-        tensors=tensors_of(state.model, state.optimizer),
-        random={"cpu": torch.get_rng_state(), **on_gpus},
-        scheduler=json.dumps(state.scheduler.state_dict()),
-        history=asdict(state.history),
-    )
-
-
-def write_checkpoint(
-    snapshot: Snapshot,
-    folder: Path,
-    run: Mapping[str, Any],
-    write_model: WriteModel,
-    group: ProcessGroup | None = None,
-    say: Callable[[str], object] = print,
-) -> None:
-    """Write a checkpoint into `folder`; every process calls this. One that a stopped run has left
-    there goes; what is the user's gets another name.
-
-    Args:
-        snapshot: what is saved.
-        folder: of this checkpoint alone.
-        run: the fingerprint that a run which goes on must have.
-        write_model: gets the weights that were written, read back: so no device gathers them.
-        group: see `of_all_ranks`.
-        say: prints for the job.
-    """
-    is_main, states = own_rank() == 0, folder / "state"
-    if is_main:
-        clear(folder, say)
-        begin(folder)
-    of_all_ranks(None, group)
-    write_states(snapshot.tensors, states, group)
-    save_file(snapshot.random, folder / _random_file(own_rank()))
-    if is_main:
-        write_model(folder / "model", read_whole_weights(snapshot.tensors["model"], states, {}))
-        (folder / SCHEDULER_FILE).write_text(snapshot.scheduler, encoding="utf-8")
-        write_run(folder, snapshot.step, run, history=snapshot.history)
-    seal(folder, group)
-
-
-def write_run(folder: Path, step: int, run: Mapping[str, Any], **more: Any) -> None:
-    """Write `run.json`: the step, the run's fingerprint, and `more`."""
-    said = {"step": step, **more, "fingerprint": run}
+def write_run(folder: Path, step: int, run: Mapping[str, Any]) -> None:
+    """Write `run.json`: the step, and the run's fingerprint."""
+    said = {"step": step, "fingerprint": run}
     content = json.dumps(said, indent=2, allow_nan=False)
     (folder / RUN_FILE).write_text(content, encoding="utf-8")
 
 
 def read_run(folder: Path) -> dict[str, Any]:
     """What `write_run` has written."""
-    found: dict[str, Any] = _json(folder / RUN_FILE)
+    found: dict[str, Any] = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
     return found
-
-
-def load_checkpoint(state: TrainState, folder: Path) -> None:
-    """Bring `state` to where `folder` was saved; every process calls this."""
-    load_tensors(state.model, state.optimizer, folder / "state")
-    state.scheduler.load_state_dict(_json(folder / SCHEDULER_FILE))
-    random = folder / _random_file(own_rank())
-    if random.exists():  # there are fewer where the run had fewer processes
-        states = load_file(random)
-        torch.set_rng_state(states.pop("cpu"))
-        if states and torch.cuda.is_available():
-            torch.cuda.set_rng_state_all([states[f"cuda_{n}"] for n in range(len(states))])
-    run = read_run(folder)
-    state.step = run["step"]
-    state.history = StepHistory(num_skipped=run.get("history", {}).get("num_skipped", 0))
 
 
 def tensors_of(model: Any, optimizer: Any, *, frozen: bool = False) -> dict[str, Any]:
@@ -193,12 +98,3 @@ def without_frozen(weights: dict[str, Any], model: Any) -> dict[str, Any]:
     parameters = model.named_parameters()
     frozen = tuple(f"{n.removeprefix('module.')}." for n, p in parameters if not p.requires_grad)
     return {name: value for name, value in weights.items() if not name.startswith(frozen)}
-
-
-def _random_file(rank: int) -> str:
-    """The file with the states of a rank's random generators."""
-    return f"random_{rank}.safetensors"
-
-
-def _json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))

@@ -6,8 +6,7 @@ not wait; on the CPU at once. Whatever saves, evaluates or ends training waits f
 """
 
 import copy
-import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from longctx_patch.health.finite import FiniteSteps, PendingStep, StepHistory, StepNumbers
-from longctx_patch.health.weights import check_saved_weights, check_weights
+from longctx_patch.health.weights import check_saved_weights
 from longctx_patch.health.where import Pass, source_of
 from longctx_patch.memory.random_state import RandomState
 from longctx_patch.trainer.log_entries import add_entry
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
 else:
     _Trainer = object
-
-logger = logging.getLogger(__name__)
 
 SKIPPED = "skipped_step"
 """Key of an entry of the trainer's log: the number of a step that was left out."""
@@ -64,6 +61,7 @@ class FiniteStepsMixin(_Trainer):
 
     _skip_bad_steps: int
     _health: HealthCallback
+    _say: Callable[[str], None]
     _guard: FiniteSteps | None = None
     _step_now: _Step | None = None
     _step_before: _Step | None = None
@@ -81,8 +79,6 @@ class FiniteStepsMixin(_Trainer):
         return found
 
     def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._guard is None and self._step_now is None:  # before the first step
-            check_weights(model, self.accelerator.device)
         if self._step_now is None:
             random = RandomState.now(self.accelerator.device)
             self._step_now = _Step(self.state.global_step + 1, random)
@@ -154,8 +150,7 @@ class FiniteStepsMixin(_Trainer):
         self.last_numbers = numbers
         if not numbers.is_applied:
             said = {SKIPPED: step.number, "skipped": numbers.problem}
-            if self.args.should_log:
-                logger.warning("step %d is skipped: %s", step.number, numbers.problem)
+            self._say(f"step {step.number} is skipped: {numbers.problem}")
             add_entry(self, said, step.number)
 
     def _explain_step(self, step: _Step) -> str:

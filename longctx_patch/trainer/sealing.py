@@ -20,10 +20,10 @@ from longctx_patch.checkpoints.manifest import MANIFEST, MISSING, begin, seal
 from longctx_patch.checkpoints.plain_pickle import not_plain
 from longctx_patch.checkpoints.series import (
     Retention,
+    clear,
     delete,
     delete_old,
     first_of,
-    keep_others,
     newest_good,
     problems_in,
     trainer_checkpoints_of,
@@ -95,7 +95,7 @@ class SealedCheckpointsMixin(SavedStatesMixin):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if self._saving is not None and not self._has_begun:
             if own_rank() == 0:
-                keep_others(self._saving, self._say)
+                clear(self._saving, self._say)
                 begin(self._saving)
             of_all_ranks(None)  # nobody writes into what is the user's
             self._has_begun = True

@@ -14,6 +14,7 @@ from longctx_patch.health.agreement import model_facts, require_agreement, versi
 from longctx_patch.health.pace import PaceCheck
 from longctx_patch.health.replicas import ReplicaCheck
 from longctx_patch.health.watchdog import Watchdog
+from longctx_patch.health.weights import check_weights
 from longctx_patch.hf.sentinel import TOKENS, Sentinel
 from longctx_patch.rules.together import of_all_ranks, refuse_together
 from longctx_patch.trainer.log_entries import add_entry
@@ -50,13 +51,9 @@ class WatchedMixin(_Trainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' training. Raises ValueError on all ranks where they would not train the
         same model on the same data in the same way."""
-        self.require_agreement()
-        self._pace = PaceCheck(self.accelerator.device, self._say)
-        return super().train(*args, **kwargs)
-
-    def require_agreement(self) -> None:
-        """Raise ValueError on all ranks where they would not train alike. Collective."""
         require_same_training(self)
+        self._pace = self._pace or PaceCheck(self.accelerator.device, self._say)
+        return super().train(*args, **kwargs)
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         """The trainer's, while the time that batches take to come is counted."""
@@ -84,6 +81,7 @@ class HealthCallback(TrainerCallback):
         self._replicas: ReplicaCheck | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        check_weights(given["model"], args.device)
         self._replicas = ReplicaCheck(given["model"], state.global_step)
 
     def require_alike(self, step: int) -> None:

@@ -1,5 +1,5 @@
-"""What runs beside a trainer: metrics.jsonl, the stages of its start, and when it saves for which
-run."""
+"""What runs beside a recipe's trainer: metrics.jsonl, the stages of its start, and when it saves
+for which run."""
 
 import time
 from collections.abc import Mapping
@@ -36,19 +36,22 @@ class MetricsCallback(TrainerCallback):
         self._last = None
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        if self._file is None or not logs or "train_runtime" in logs:
+        if not logs or "train_runtime" in logs:
             return
         if SKIPPED in logs:
-            self._file.write(step=logs[SKIPPED], loss=None, skipped=logs["skipped"])
-            return
+            return self.write(step=logs[SKIPPED], loss=None, skipped=logs["skipped"])
         if SLOW_RANKS in logs:
-            self._file.write(step=state.global_step, **{SLOW_RANKS: logs[SLOW_RANKS]})
-            return
+            return self.write(step=state.global_step, **{SLOW_RANKS: logs[SLOW_RANKS]})
         values = {name: value for name, value in logs.items() if isinstance(value, (int, float))}
         if "loss" in values:
             values |= self._speed(values.get("num_tokens"))
             values["peak_memory_bytes"] = peak_memory_bytes(torch.device(args.device))
-        self._file.write(step=state.global_step, **values)
+        self.write(step=state.global_step, **values)
+
+    def write(self, **values: Any) -> None:
+        """Add a line."""
+        if self._file is not None:
+            self._file.write(**values)
 
     def _speed(self, tokens: float | None) -> dict[str, float]:
         """Tokens per second since the last log."""
@@ -111,7 +114,7 @@ class StopCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._agreement is not None:
             self._agreement.end()
+        if self._stop.agreed:
+            control.should_save = control.should_training_stop = True
         if state.global_step >= state.max_steps:
             self._stop.agreed = 0  # the training ends anyway
-        elif self._stop.agreed:
-            control.should_save = control.should_training_stop = True
