@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from longctx_patch.checkpoints.series import trainer_checkpoints_of
+from longctx_patch.checkpoints.series import checkpoints_of
 from longctx_patch.checkpoints.signals import Agreement, StopSignals
 from longctx_patch.checkpoints.train_state import write_run
 from longctx_patch.recipes.metrics import MetricsFile, peak_memory_bytes
@@ -93,7 +93,7 @@ class RunFileCallback(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if own_rank() == 0:
-            folder = trainer_checkpoints_of(args.output_dir).path_of(state.global_step)
+            folder = checkpoints_of(args.output_dir).path_of(state.global_step)
             write_run(folder, state.global_step, self._run)
 
 
@@ -114,7 +114,12 @@ class StopCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._agreement is not None:
             self._agreement.end()
-        if self._stop.agreed:
-            control.should_save = control.should_training_stop = True
-        if state.global_step >= state.max_steps:
-            self._stop.agreed = 0  # the training ends anyway
+        answer(self._stop, state, control)
+
+
+def answer(stop: StopSignals, state: Any, control: Any) -> None:
+    """Have the trainer save and end after a step in which the ranks have agreed to."""
+    if stop.agreed:
+        control.should_save = control.should_training_stop = True
+    if state.global_step >= state.max_steps:
+        stop.agreed = 0  # the training ends anyway

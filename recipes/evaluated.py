@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from longctx_patch.checkpoints.series import trainer_checkpoints_of
+from longctx_patch.checkpoints.series import checkpoints_of
 from longctx_patch.families.load_config import is_bare_config, load_model_config
 from longctx_patch.families.rope_facts import reachable_length
 from longctx_patch.families.text_part import auto_class
@@ -106,7 +106,7 @@ def _of_run(folder: Path, outputs: Sequence[Path]) -> Evaluated:
 def _newest(output: Path) -> Path | None:
     """The folder with the newest trained model: final/ of a run that has ended, else a
     checkpoint's, else final/."""
-    saved = [each.path for each in reversed(trainer_checkpoints_of(output).complete())]
+    saved = [each.path for each in reversed(checkpoints_of(output).complete())]
     final = output / "final"
     places = [final, *saved] if ended_record(output) else [*saved, final]
     return next((place for place in places if _has_weights(place)), None)

@@ -29,7 +29,7 @@ from longctx_patch import PatchHandle, patch
 from longctx_patch.checkpoints import lock
 from longctx_patch.checkpoints.disk import explained_disk
 from longctx_patch.checkpoints.output_folder import Output, make_output
-from longctx_patch.checkpoints.series import FLIGHT, trainer_checkpoints_of
+from longctx_patch.checkpoints.series import FLIGHT, checkpoints_of
 from longctx_patch.checkpoints.signals import StopSignals
 from longctx_patch.health.agreement import model_facts, require_agreement
 from longctx_patch.health.pace import PaceCheck
@@ -43,7 +43,7 @@ from longctx_patch.hf.layers.fused_layers import (
 from longctx_patch.plugin import close_accelerator, make_accelerator
 from longctx_patch.recipes import hub, models
 from longctx_patch.recipes.also_train import check_precision
-from longctx_patch.recipes.callbacks import RunFileCallback, StagesCallback, StopCallback
+from longctx_patch.recipes.callbacks import RunFileCallback, StagesCallback
 from longctx_patch.recipes.context_steps import ContextStepsCallback, asked_of, check_tasks
 from longctx_patch.recipes.exporting import write_final
 from longctx_patch.recipes.identity import (
@@ -131,7 +131,7 @@ def output_of(settings: Settings) -> Output:
     """Where the run writes, and how it is asked to begin there."""
     return Output(
         folder=Path(settings.output),
-        checkpoints=trainer_checkpoints_of(settings.output),
+        checkpoints=checkpoints_of(settings.output),
         resume=settings.resume,
         record=RECORD_FILE,
     )
@@ -259,14 +259,13 @@ def trainer_of(
     )
     rehearse = None if settings.skip_rehearsal else partial(check_memory, trainer, data)
     trainer.add_callback(RunFileCallback(job.run))
-    trainer.add_callback(StopCallback(stop))
     trainer.add_callback(MemoryCallback(trainer, stages, rehearse))
     trainer.add_callback(StagesCallback(stages))
     if every := settings.eval_context_steps:
         asked, tokenizer = asked_of(settings), job.tokenizer
         scores = ContextStepsCallback(trainer, asked, every=every, tokenizer=tokenizer)
         trainer.add_callback(scores)
-    trainer.add_callback(StepCallback(trainer))
+    trainer.add_callback(StepCallback(trainer, stop))
     return trainer
 
 

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from longctx_patch import LongContextTrainerMixin, PatchHandle
+from longctx_patch.checkpoints.signals import StopSignals
 from longctx_patch.checkpoints.train_state import read_whole_weights
 from longctx_patch.health.pace import PaceCheck
 from longctx_patch.health.watchdog import Watchdog
@@ -24,7 +25,7 @@ from longctx_patch.health.where import Pass, source_of
 from longctx_patch.hf.handle import evaluation_mode
 from longctx_patch.loss.law import IGNORE_INDEX, count_valid_tokens
 from longctx_patch.memory.random_state import RandomState
-from longctx_patch.recipes.callbacks import MetricsCallback
+from longctx_patch.recipes.callbacks import MetricsCallback, answer
 from longctx_patch.recipes.exporting import write_model
 from longctx_patch.recipes.metrics import ProgressBar, peak_memory_bytes
 from longctx_patch.recipes.run_batches import Data, evaluation_batches, micro_batches
@@ -106,7 +107,7 @@ class Steps:
 
 
 class TextTrainer(LongContextTrainerMixin, StepTrainer):
-    """Trains every step that is left; `add_callback(StepCallback(trainer))` comes last."""
+    """Trains every step that is left; its StepCallback comes last."""
 
     def __init__(
         self,
@@ -190,11 +191,11 @@ class TextTrainer(LongContextTrainerMixin, StepTrainer):
 
 class StepCallback(MetricsCallback):
     """Ends each step after the other callbacks: evaluates, writes the line of metrics.jsonl, and
-    says whether the step is saved."""
+    says whether the step is saved and is the last one."""
 
-    def __init__(self, trainer: TextTrainer) -> None:
+    def __init__(self, trainer: TextTrainer, stop: StopSignals) -> None:
         super().__init__(trainer.accelerator.num_processes)
-        self._trainer, self._found = trainer, dict[str, Any]()
+        self._trainer, self._stop, self._found = trainer, stop, dict[str, Any]()
         self._learning_rate = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -233,7 +234,9 @@ class StepCallback(MetricsCallback):
         speed = f"{values['tokens_per_second']:.0f}"
         self._bar.set_postfix(loss=f"{values['loss']:.4f}", tok_s=speed, refresh=False)
         self._bar.update()
-        control.should_save |= bool(settings.save_every and step % settings.save_every == 0)
+        if settings.save_every and step % settings.save_every == 0:
+            control.should_save = True
+        answer(self._stop, state, control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._bar.close()
@@ -258,11 +261,12 @@ class StepCallback(MetricsCallback):
             self._trainer._watchdog.enter(phase)
 
     def _numbers(self, step: int) -> dict[str, Any]:
-        """What a line says of each step. Collective."""
+        """What a line says of each step. Ranks agree whether one of them was asked to stop."""
         trainer, accelerator = self._trainer, self._trainer.accelerator
         numbers, tokens, device = trainer.last_numbers, trainer.tokens, accelerator.device
-        mine = torch.tensor([peak_memory_bytes(device)], dtype=torch.float64, device=device)
-        peak = int(accelerator.gather(mine).max().item())
+        mine = [peak_memory_bytes(device), self._stop.asked]
+        all_ = accelerator.gather(torch.tensor(mine, dtype=torch.float64, device=device))
+        peak, self._stop.agreed = map(int, all_.view(-1, 2).amax(0).tolist())
         speed = tokens / (time.perf_counter() - trainer.started)
         return {
             "step": step,

@@ -16,7 +16,7 @@ from transformers import EarlyStoppingCallback
 from longctx_patch.checkpoints import lock
 from longctx_patch.checkpoints.disk import explained_disk
 from longctx_patch.checkpoints.output_folder import Output, make_output
-from longctx_patch.checkpoints.series import FLIGHT, trainer_checkpoints_of
+from longctx_patch.checkpoints.series import FLIGHT, checkpoints_of
 from longctx_patch.checkpoints.signals import StopSignals
 from longctx_patch.families.load_config import is_bare_config
 from longctx_patch.health.watchdog import Watchdog
@@ -135,7 +135,7 @@ def output_of(settings: TrlSettings, args: Any) -> Output:
     """Where the run writes, and how it is asked to begin there."""
     return Output(
         folder=Path(args.output_dir),
-        checkpoints=trainer_checkpoints_of(args.output_dir),
+        checkpoints=checkpoints_of(args.output_dir),
         resume=settings.resume,
         record=RECORD_FILE,
     )
@@ -170,7 +170,7 @@ def train(
         trainer.train(resume_from_checkpoint=str(resumed) if resumed else None)
     if stop.agreed:
         step = trainer.state.global_step
-        words = stop.words(step, trainer_checkpoints_of(output).path_of(step))
+        words = stop.words(step, checkpoints_of(output).path_of(step))
         trainer.accelerator.print(words, flush=True)
         trainer.unpatch()
         return trainer

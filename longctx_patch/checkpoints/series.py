@@ -71,7 +71,7 @@ class Series:
         return [(path, match) for path in paths if (match := name.fullmatch(path.name))]
 
 
-def trainer_checkpoints_of(output: str | Path) -> Series:
+def checkpoints_of(output: str | Path) -> Series:
     """The checkpoints of trainers, whose names are transformers'."""
     return Series(Path(output), "checkpoint-")
 

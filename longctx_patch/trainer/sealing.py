@@ -20,13 +20,13 @@ from longctx_patch.checkpoints.manifest import MANIFEST, MISSING, begin, seal
 from longctx_patch.checkpoints.plain_pickle import not_plain
 from longctx_patch.checkpoints.series import (
     Retention,
+    checkpoints_of,
     clear,
     delete,
     delete_old,
     first_of,
     newest_good,
     problems_in,
-    trainer_checkpoints_of,
 )
 from longctx_patch.health.watchdog import Watchdog
 from longctx_patch.rules.together import of_all_ranks, own_rank, refuse_together
@@ -77,7 +77,7 @@ class SealedCheckpointsMixin(SavedStatesMixin):
         if self.args.save_on_each_node:
             return super()._save_checkpoint(model, trial)
         self._settle_saving()
-        series = trainer_checkpoints_of(self._get_output_dir(trial))
+        series = checkpoints_of(self._get_output_dir(trial))
         self._saving, self._has_begun = series.path_of(self.state.global_step), False
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
@@ -155,7 +155,7 @@ class SealedCheckpointsMixin(SavedStatesMixin):
         been saved, also by a run that went on from an older one than the newest."""
         if not (limit := self.args.save_total_limit or 0) > 0:
             return
-        series, best = trainer_checkpoints_of(saved.parent), self.state.best_model_checkpoint
+        series, best = checkpoints_of(saved.parent), self.state.best_model_checkpoint
         spared = {saved, Path(best)} if best else {saved}
         newest = {each.path for each in series.found()[-limit:]}
         others = limit - len(spared - newest)
@@ -176,7 +176,7 @@ class SealedCheckpointsMixin(SavedStatesMixin):
         finally:
             self.args.save_total_limit = limit
         if own_rank() == 0 and (best := self.state.best_model_checkpoint) is not None:
-            series = trainer_checkpoints_of(self._get_output_dir(trial))
+            series = checkpoints_of(self._get_output_dir(trial))
             every, spared = self._keep_every, Path(best).resolve()
             others = [each for each in series.complete() if each.path.resolve() != spared]
             delete(series, [each.path for each in others if not (every and each.step % every == 0)])
@@ -209,7 +209,7 @@ class SealedCheckpointsMixin(SavedStatesMixin):
 
     def _newest(self) -> Path:
         output = self.args.output_dir
-        found = newest_good(trainer_checkpoints_of(output), self._say, problems=_problems)
+        found = newest_good(checkpoints_of(output), self._say, problems=_problems)
         if found is None:
             raise ValueError(
                 f"resume_from_checkpoint=True: there is no complete checkpoint under {output}. "
@@ -299,7 +299,7 @@ def _problems_of_states(folder: Path) -> list[str]:
 
 def _refusal(folder: Path, problems: list[str]) -> str:
     """Why no run goes on from a checkpoint, and from which one it can. Collective."""
-    beside = of_all_ranks(trainer_checkpoints_of(folder.parent).found())[0]
+    beside = of_all_ranks(checkpoints_of(folder.parent).found())[0]
     others = (each.path for each in reversed(beside) if each.path.name != folder.name)
     whole = next((path for path in others if not _problems(path)), None)
     advice = (

@@ -1,15 +1,34 @@
-"""A tiny Llama in training, without the recipe around it."""
+"""A tiny Llama in training, without a trainer around it, and what saves it."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 from transformers import AutoModelForCausalLM, LlamaConfig, get_scheduler, set_seed
 
-from longctx_patch.checkpoints.keeper import Keeper
-from longctx_patch.checkpoints.series import Retention, steps_of
-from longctx_patch.checkpoints.train_state import TrainState
+from longctx_patch.checkpoints.background import BesideTraining, whole_bytes
+from longctx_patch.checkpoints.manifest import begin, seal
+from longctx_patch.checkpoints.states import write_states
+from longctx_patch.checkpoints.train_state import load_tensors, read_whole_weights, tensors_of
+from longctx_patch.recipes.exporting import write_model
+from longctx_patch.recipes.models import byte_tokenizer
+from longctx_patch.rules.together import of_all_ranks, own_rank
+from longctx_patch.trainer.saved_states import STATES
 from tests.tiny_llama import TINY_LLAMA
+
+
+@dataclass
+class TrainState:
+    """What is trained, and how far it is."""
+
+    model: Any
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    step: int = 0
 
 
 def tiny_model(**changes: Any) -> Any:
@@ -38,8 +57,40 @@ def train(state: TrainState) -> float:
     return float(loss.detach())
 
 
-def keeper_of(folder: Path, write_model: Any, **changes: Any) -> Keeper:
-    """Returns a keeper without a fingerprint, which keeps all checkpoints and writes beside."""
-    given: dict[str, Any] = {"series": steps_of(folder), "run": {}, "write_model": write_model}
-    given |= {"retention": Retention(), "device": torch.device("cpu"), "in_background": True}
-    return Keeper(**given | {"timeout_s": 60.0, "say": print} | changes)
+class Saver(BesideTraining):
+    """Saves states beside the training, as trainers do."""
+
+    def __init__(self, folder: Path, before_model: Callable[[], object] = int, **how: Any) -> None:
+        """`before_model`: is called before weights are written as plain libraries load them."""
+        super().__init__(**{"device_type": "cpu", "timeout_s": 60.0, "say": print} | how)
+        self._folder, self._before_model = folder, before_model
+
+    def save(self, state: TrainState) -> Path:
+        with self._waiting():
+            folder = self._folder / f"checkpoint-{state.step}"
+            if own_rank() == 0:
+                begin(folder)
+                torch.save([state.step, state.scheduler.state_dict()], folder / "rest.pt")
+            of_all_ranks(None)
+            tensors = tensors_of(state.model, state.optimizer)
+            copies = self.copied(tensors, whole_bytes(tensors["model"]) if own_rank() == 0 else 0)
+            write = partial(self._write, state.model, copies or tensors, folder)
+            write() if copies is None else self.start(folder.name, write)
+        return folder
+
+    def _write(
+        self, model: Any, tensors: Any, folder: Path, group: ProcessGroup | None = None
+    ) -> None:
+        write_states(tensors, folder / STATES, group)
+        if own_rank() == 0:
+            self._before_model()
+            weights = read_whole_weights(tensors["model"], folder / STATES, {})
+            write_model(model, byte_tokenizer(), folder, weights, seed=0)
+        seal(folder, group)
+
+
+def load(state: TrainState, folder: Path) -> None:
+    """Bring a state to where it was saved."""
+    load_tensors(state.model, state.optimizer, folder / STATES)
+    state.step, schedule = torch.load(folder / "rest.pt", weights_only=True)
+    state.scheduler.load_state_dict(schedule)

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException, _wrap_exceptio
 
 from longctx_patch.checkpoints.disk import CantWriteError, SavingError, explained_disk
 from longctx_patch.checkpoints.manifest import write_manifest
-from longctx_patch.checkpoints.series import steps_of
+from longctx_patch.checkpoints.series import checkpoints_of
 from tests.faults.plant import ALLOWED_BYTES
 
 BIG = torch.zeros(10 * ALLOWED_BYTES)
@@ -58,7 +58,7 @@ def test_every_library_s_error_is_one_message(
     save: object, with_checkpoint: bool, tmp_path: Path
 ) -> None:
     assert callable(save)
-    series = steps_of(tmp_path)
+    series = checkpoints_of(tmp_path)
     if with_checkpoint:
         series.path_of(3).mkdir(parents=True)
         write_manifest(series.path_of(3), {})
@@ -79,7 +79,10 @@ def test_every_library_s_error_is_one_message(
 
 def test_a_disk_that_became_read_only_needs_no_room(tmp_path: Path) -> None:
     error = OSError(errno.EROFS, os.strerror(errno.EROFS), str(tmp_path / "manifest.json"))
-    with pytest.raises(CantWriteError) as told, explained_disk(tmp_path, steps_of(tmp_path)):
+    with (
+        pytest.raises(CantWriteError) as told,
+        explained_disk(tmp_path, checkpoints_of(tmp_path)),
+    ):
         raise error
     assert "manifest.json: Read-only file system" in str(told.value)
     assert str(told.value).endswith("Make it writable, and go on anew, with --resume auto.")
@@ -95,7 +98,10 @@ def test_a_disk_that_became_read_only_needs_no_room(tmp_path: Path) -> None:
     ],
 )
 def test_other_errors_stay_what_they_are(error: Exception, tmp_path: Path) -> None:
-    with pytest.raises(type(error)) as told, explained_disk(tmp_path, steps_of(tmp_path)):
+    with (
+        pytest.raises(type(error)) as told,
+        explained_disk(tmp_path, checkpoints_of(tmp_path)),
+    ):
         raise error
     assert told.value is error
 
@@ -112,10 +118,16 @@ def test_of_torch_s_error_the_rank_that_failed_is_named(tmp_path: Path) -> None:
     """Not the one that says it, whose disk may have room."""
     file = tmp_path / "state"
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
-    with pytest.raises(CantWriteError) as told, explained_disk(tmp_path, steps_of(tmp_path)):
+    with (
+        pytest.raises(CantWriteError) as told,
+        explained_disk(tmp_path, checkpoints_of(tmp_path)),
+    ):
         raise_of_rank(3, full)
     assert str(told.value).startswith(f"rank 3 could not write {file}: No space left on device.")
-    with pytest.raises(SavingError) as other, explained_disk(tmp_path, steps_of(tmp_path)):
+    with (
+        pytest.raises(SavingError) as other,
+        explained_disk(tmp_path, checkpoints_of(tmp_path)),
+    ):
         raise_of_rank(2, PermissionError("not yours"))
     assert str(other.value).startswith("rank 2 failed in saving or reading ")
     assert str(other.value).endswith(": PermissionError: not yours")

@@ -32,7 +32,7 @@ RUN: dict[str, Any] = {
 
 
 def found(then: dict[str, Any], now: dict[str, Any], *allowed: str, **defaults: Any) -> str:
-    said = problems(Path("out/step_000002"), then, now, allowed=allowed, defaults=defaults)
+    said = problems(Path("out/checkpoint-2"), then, now, allowed=allowed, defaults=defaults)
     return "\n".join(said)
 
 

@@ -14,7 +14,7 @@ def test_files_names_and_then_the_manifest_reach_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a loss of power at any moment a manifest stands for files that are there in full."""
-    folder, done = tmp_path / "step_000002", list[tuple[str, str]]()
+    folder, done = tmp_path / "checkpoint-2", list[tuple[str, str]]()
     begin(folder)
     for name in ("run.json", "state/__0_0.distcp", "model/config.json"):
         (folder / name).parent.mkdir(exist_ok=True)
@@ -34,12 +34,12 @@ def test_files_names_and_then_the_manifest_reach_the_disk(
     seal(folder)
     inner = ("model", "state")
     files = ("model/config.json", "run.json", "state/__0_0.distcp")
-    assert sorted(done[:3]) == [("sync", f"step_000002/{name}") for name in files]
-    assert sorted(done[3:5]) == [("sync", f"step_000002/{name}") for name in inner]
+    assert sorted(done[:3]) == [("sync", f"checkpoint-2/{name}") for name in files]
+    assert sorted(done[3:5]) == [("sync", f"checkpoint-2/{name}") for name in inner]
     assert done[5:] == [
-        ("sync", f"step_000002/{MANIFEST}.tmp"),
-        ("name", f"step_000002/{MANIFEST}.tmp"),
-        ("sync", "step_000002"),
+        ("sync", f"checkpoint-2/{MANIFEST}.tmp"),
+        ("name", f"checkpoint-2/{MANIFEST}.tmp"),
+        ("sync", "checkpoint-2"),
         ("sync", "."),
     ]
     assert problems_of(folder) == []

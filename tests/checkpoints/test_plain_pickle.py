@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 from longctx_patch.checkpoints.manifest import MANIFEST, problems_of, seal
 from longctx_patch.checkpoints.plain_pickle import MetadataReader, NotPlain, load_plain
-from longctx_patch.checkpoints.series import Series, newest_good, steps_of
+from longctx_patch.checkpoints.series import Series, checkpoints_of, newest_good
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -35,7 +35,7 @@ def states() -> dict[str, Any]:
 
 @pytest.fixture
 def series(tmp_path: Path) -> Series:
-    found = steps_of(tmp_path)
+    found = checkpoints_of(tmp_path)
     for step in (1, 2):
         dcp.save(states(), checkpoint_id=found.path_of(step) / "state", no_dist=True)
         seal(found.path_of(step))

@@ -11,11 +11,10 @@ from longctx_patch.checkpoints.manifest import begin, seal, write_manifest
 from longctx_patch.checkpoints.series import (
     Retention,
     Series,
+    checkpoints_of,
     clear,
     delete_old,
     newest_good,
-    steps_of,
-    trainer_checkpoints_of,
 )
 
 
@@ -27,46 +26,50 @@ def sealed(series: Series, *steps: int) -> None:
 
 
 def test_names_are_in_the_order_of_numbers(tmp_path: Path) -> None:
-    steps, trainers = steps_of(tmp_path), trainer_checkpoints_of(tmp_path)
-    for name in ("step_1000000", "step_999999", "step_000007", "step_foo", "step_7", "my_step_1"):
-        (steps.folder / name).mkdir(parents=True)
-    for name in ("step_000009.damaged", "step_000008.incomplete", "step_-00001"):
-        (steps.folder / name).mkdir()
-    (steps.folder / "step_000011").write_text("a file of the user's")
-    (steps.folder / "step_000012").symlink_to(steps.folder / "step_999999")
-    assert [each.step for each in steps.found()] == [7, 999999, 1000000]
-    assert [path.name for path in steps.aside()] == [
-        "step_000008.incomplete",
-        "step_000009.damaged",
-    ]
-    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-best", "checkpoint-010"):
-        (tmp_path / name).mkdir()
-    assert [each.step for each in trainers.found()] == [9, 10]
-    assert steps_of(tmp_path / "nowhere").found() == []
+    steps = checkpoints_of(tmp_path)
+    for number in (
+        "1000000",
+        "999999",
+        "7",
+        "10",
+        "best",
+        "010",
+        "-1",
+        "9.damaged",
+        "8.incomplete",
+    ):
+        (tmp_path / f"checkpoint-{number}").mkdir()
+    (tmp_path / "my-checkpoint-1").mkdir()
+    (steps.folder / "checkpoint-11").write_text("a file of the user's")
+    (steps.folder / "checkpoint-12").symlink_to(steps.folder / "checkpoint-999999")
+    assert [each.step for each in steps.found()] == [7, 10, 999999, 1000000]
+    aside = ["checkpoint-8.incomplete", "checkpoint-9.damaged"]
+    assert [path.name for path in steps.aside()] == aside
+    assert checkpoints_of(tmp_path / "nowhere").found() == []
 
 
 def test_the_newest_and_one_of_every_so_many_are_kept(tmp_path: Path) -> None:
-    series = steps_of(tmp_path)
+    series = checkpoints_of(tmp_path)
     for step in (2, 4, 6, 8, 10, 12):
         series.path_of(step).mkdir(parents=True)
         if step != 12:  # which is being written
             write_manifest(series.path_of(step), {})
-    (series.folder / "step_000001.damaged").mkdir()
-    (series.folder / "step_foo").mkdir()
+    (series.folder / "checkpoint-1.damaged").mkdir()
+    (series.folder / "checkpoint-foo").mkdir()
     assert delete_old(series, Retention()) == []
     assert delete_old(series, Retention(keep_last=2, keep_every=4), spared={series.path_of(2)}) == [
         series.path_of(6)
     ]
     assert [each.step for each in series.complete()] == [2, 4, 8, 10]
     assert sorted(path.name for path in series.folder.iterdir()) == [
-        *(f"step_{step:06d}" for step in (2, 4, 8, 10, 12)),
-        "step_foo",
+        *(f"checkpoint-{step}" for step in (10, 12, 2, 4, 8)),
+        "checkpoint-foo",
     ]
 
 
 def test_a_folder_of_the_user_s_is_left_alone_and_never_deleted(tmp_path: Path) -> None:
     """Also where it has a checkpoint's name: what was begun as one is marked."""
-    series = trainer_checkpoints_of(tmp_path)
+    series = checkpoints_of(tmp_path)
     sealed(series, 2, 4)
     begin(series.path_of(6))  # and killed
     notes = series.path_of(7) / "notes.txt"
@@ -87,9 +90,9 @@ def test_a_folder_of_the_user_s_is_left_alone_and_never_deleted(tmp_path: Path) 
 
 def test_what_is_the_user_s_makes_way_for_a_checkpoint_with_all_its_files(tmp_path: Path) -> None:
     """A folder, a file, a link and one that leads nowhere, also where the first name is taken."""
-    series, elsewhere = steps_of(tmp_path), tmp_path / "elsewhere"
-    elsewhere.mkdir()
+    series, elsewhere = checkpoints_of(tmp_path / "out"), tmp_path / "elsewhere"
     series.folder.mkdir()
+    elsewhere.mkdir()
     place = series.path_of(2)
 
     def make_folder() -> None:
@@ -107,7 +110,7 @@ def test_what_is_the_user_s_makes_way_for_a_checkpoint_with_all_its_files(tmp_pa
         make()
         clear(place, said.append)
         assert not os.path.lexists(place)
-    kept = [place.with_name(f"step_000002.kept{number}") for number in ("", "_2", "_3", "_4")]
+    kept = [place.with_name(f"checkpoint-2.kept{number}") for number in ("", "_2", "_3", "_4")]
     assert sorted(series.folder.iterdir()) == kept
     assert (kept[0] / "run.json").read_text() == kept[1].read_text() == "mine"
     assert [path.readlink() for path in kept[2:]] == [elsewhere, tmp_path / "nowhere"]
@@ -129,7 +132,7 @@ def test_what_is_the_user_s_makes_way_for_a_checkpoint_with_all_its_files(tmp_pa
 def test_what_is_left_of_a_deletion_is_no_checkpoint_and_goes_the_next_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    series = steps_of(tmp_path)
+    series = checkpoints_of(tmp_path)
     sealed(series, 2, 4, 6)
     with monkeypatch.context() as patched:
 
@@ -141,7 +144,7 @@ def test_what_is_left_of_a_deletion_is_no_checkpoint_and_goes_the_next_time(
         with pytest.raises(KeyboardInterrupt):
             delete_old(series, Retention(keep_last=2))
     assert [each.step for each in series.found()] == [4, 6]
-    assert series.aside() == [series.path_of(2).with_name("step_000002.incomplete")]
+    assert series.aside() == [series.path_of(2).with_name("checkpoint-2.incomplete")]
     delete_old(series, Retention(keep_last=2))
     assert series.aside() == []
 
@@ -150,7 +153,7 @@ def test_what_the_system_does_not_delete_ends_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a file on NFS that somebody has open."""
-    series = steps_of(tmp_path)
+    series = checkpoints_of(tmp_path)
     sealed(series, 2, 4)
     with monkeypatch.context() as patched:
 

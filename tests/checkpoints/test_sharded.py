@@ -1,7 +1,7 @@
 """Checkpoints of a model whose parameters are sharded (FSDP2), in gloo processes."""
 
-import json
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +19,10 @@ from longctx_patch import LongContextConfig, close_accelerator, make_accelerator
 from longctx_patch.checkpoints.manifest import MANIFEST
 from longctx_patch.checkpoints.output_folder import make_output
 from longctx_patch.checkpoints.states import Writer
-from longctx_patch.checkpoints.train_state import TrainState, load_checkpoint
-from longctx_patch.recipes.exporting import export_model, write_model
+from longctx_patch.recipes.exporting import export_model
 from longctx_patch.recipes.models import byte_tokenizer
-from tests.checkpoints.small_state import keeper_of, state_of, tiny_model, train
+from longctx_patch.trainer.saved_states import STATES
+from tests.checkpoints.small_state import Saver, TrainState, load, state_of, tiny_model, train
 from tests.harness import run_distributed
 from tests.plugin.launched import run_launched
 
@@ -56,14 +56,8 @@ def save_and_go_on(rank: int, folder: Path, *, lora: bool) -> list[float]:
     train(state)
     tokenizer, all_done = byte_tokenizer(), threading.Event()
 
-    def write_at_last(folder: Path, weights: dict[str, torch.Tensor]) -> None:
-        assert all_done.wait(60)
-        write_model(state.model, tokenizer, folder, weights, seed=0)
-
-    run = {"exact": {"seed": 0}, "world": dist.get_world_size()}
-    keeper = keeper_of(folder, write_at_last, run=run)
-    with keeper:
-        place = keeper.save(state)
+    with Saver(folder, partial(all_done.wait, 60)) as saver:
+        place = saver.save(state)
         export_model(accelerator_of(rank), state.model, tokenizer, folder, seed=0, step=2)
         losses = [train(state) for _ in range(3)]
         assert not (place / MANIFEST).exists()
@@ -75,7 +69,7 @@ def save_and_go_on(rank: int, folder: Path, *, lora: bool) -> list[float]:
 def load_and_go_on(folder: Path, *, lora: bool) -> list[float]:
     state = sharded_state(lora=lora)
     train(state)  # an older state there is replaced
-    load_checkpoint(state, folder / "checkpoints/step_000002")
+    load(state, folder / "checkpoint-2")
     assert state.step == 2
     return [train(state) for _ in range(3)]
 
@@ -99,19 +93,18 @@ def test_sharded_models_go_on_exactly_and_are_saved_whole(tmp_path: Path) -> Non
     (elsewhere,) = run_distributed(load_full, 1, str(tmp_path))
     torch.testing.assert_close(torch.tensor(elsewhere), torch.tensor(losses["full"]))
 
-    full, lora = (tmp_path / name / "checkpoints" / "step_000002" for name in ("full", "lora"))
-    assert json.loads((full / "run.json").read_text())["fingerprint"]["world"] == 2
+    full, lora = (tmp_path / name / "checkpoint-2" for name in ("full", "lora"))
     base = tiny_model()
     ids = torch.arange(40).view(2, 20) + 2
     for name, model in (
-        ("full", AutoModelForCausalLM.from_pretrained(full / "model")),
+        ("full", AutoModelForCausalLM.from_pretrained(full)),
         ("full", AutoModelForCausalLM.from_pretrained(tmp_path / "full")),
-        ("lora", PeftModel.from_pretrained(base, str(lora / "model"))),
+        ("lora", PeftModel.from_pretrained(base, str(lora))),
     ):
         loss = model(input_ids=ids, labels=ids).loss.item()
         torch.testing.assert_close(loss, losses[name][0])
 
-    kept = FileSystemReader(lora / "state").read_metadata().state_dict_metadata
+    kept = FileSystemReader(lora / STATES).read_metadata().state_dict_metadata
     assert all("lora_" in name for name in kept if name.startswith("model."))
 
 

@@ -56,8 +56,8 @@ PLACES: dict[Place, str] = {
     "backward": rf"(?<!after )step {BAD_STEP}\b",
     # Trainers count the step as done once they have its gradients.
     "optimizer": rf"(?<!after )step [{BAD_STEP}{BAD_STEP + 1}]\b",
-    "save": rf"saving after step {BAD_STEP}\b|step_0*{BAD_STEP}\b|checkpoint-{BAD_STEP}\b",
-    "writing": rf"while \S*(step_0*|checkpoint-){BAD_STEP} is written",
+    "save": rf"saving after step {BAD_STEP}\b|checkpoint-{BAD_STEP}\b",
+    "writing": rf"while \S*checkpoint-{BAD_STEP} is written",
     "final": rf"the end, after step {STEPS}\b",
 }
 STOPPED_AFTER: dict[Place, str] = dict.fromkeys(
@@ -73,7 +73,7 @@ PLACES_OF_KIND: dict[tuple[Kind, Place], str] = {
     # Trainers have written the largest files of a checkpoint before the disk is full.
     **dict.fromkeys(
         [("full disk", "save"), ("full disk", "writing")],
-        rf"write \S*(step_0*|checkpoint-)[{BAD_STEP}-{STEPS}]/",
+        rf"write \S*checkpoint-[{BAD_STEP}-{STEPS}]/",
     ),
     ("full disk", "final"): r"write \S*/final\.incomplete/",
     # Others have gone on to the next steps, beside which a checkpoint is written.
@@ -128,16 +128,12 @@ def killed_at_its_end(folder: Path, job: Job, rank: int) -> list[str]:
 
 
 def newest_checkpoint(folder: Path, step: int = STEPS) -> Path:
-    """The recipe's own or the trainer's, which saves the last step too."""
-    own = folder / f"out/checkpoints/step_{step:06d}"
-    return own if own.exists() else folder / f"out/checkpoint-{step}"
+    return folder / f"out/checkpoint-{step}"
 
 
 def _file_of(rank: int, folder: Path) -> Path:
     """A file of the newest checkpoint that this rank has written."""
-    checkpoint = newest_checkpoint(folder)
-    states = checkpoint / f"state/__{rank}_0.distcp"
-    return states if states.exists() else checkpoint / f"rng_state_{rank}.pth"
+    return newest_checkpoint(folder) / f"optimizer_state/__{rank}_0.distcp"
 
 
 def recovered(folder: Path, file: Path, kind: Kind, good: object) -> list[str]:

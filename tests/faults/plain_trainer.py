@@ -14,7 +14,7 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from longctx_patch import LongContextConfig, LongContextTrainer, TimeLimits, Watchdog
-from longctx_patch.checkpoints.series import trainer_checkpoints_of
+from longctx_patch.checkpoints.series import checkpoints_of
 from tests.faults.plant import SAVE_EVERY, STEPS
 from tests.tiny_llama import TINY_LLAMA
 
@@ -58,7 +58,7 @@ def _train(watchdog: Watchdog, ring: int, out: Path) -> None:
         long_context=LongContextConfig(ring_degree=ring),
         watchdog=watchdog,
     )
-    goes_on = bool(trainer_checkpoints_of(out).found())
+    goes_on = bool(checkpoints_of(out).found())
     trainer.train(resume_from_checkpoint=goes_on or None)
     trainer.accelerator.unwrap_model(trainer.model_wrapped)
     trainer.save_model(str(out / "final"))

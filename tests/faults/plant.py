@@ -21,7 +21,6 @@ from transformers import Trainer
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from longctx_patch.checkpoints.background import BesideTraining
-from longctx_patch.checkpoints.keeper import Keeper
 
 Kind = Literal[
     "kill",
@@ -146,7 +145,6 @@ def plant(fault: Fault) -> None:
     it = _Planted(fault)
     _wrap_prepare(it)
     _before(Accelerator, "unwrap_model", lambda *_: it.strike_at("final"))
-    _before(Keeper, "_write", lambda *_: _save(it))
     _before(Trainer, "_save_rng_state", lambda *_: _save(it))
     _wrap_writing(it)
     _wrap_mlp(it)

@@ -53,7 +53,7 @@ def test_an_output_is_of_one_job_and_one_model_also_beside_a_killed_launcher(
     """A second job beside one that hangs is refused; once the launcher is killed, one with another
     config too; and then the same command goes on, from the lock that was left."""
     folder = make_folder(tmp_path / "run", Job("finetune", 2))
-    command, checkpoint = ["--resume", "auto"], folder / "out/checkpoints/step_000002"
+    command, checkpoint = ["--resume", "auto"], folder / "out/checkpoint-2"
     # As the second checkpoint is written: the first one is complete then.
     first = start_job(folder, tmp_path / "first.txt", command, Fault("stop", "save", 1))
     try:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import fully_shard
 
 from longctx_patch.checkpoints.manifest import MANIFEST
-from longctx_patch.checkpoints.train_state import TrainState, load_checkpoint
-from longctx_patch.recipes.exporting import write_model
-from longctx_patch.recipes.models import byte_tokenizer
-from tests.checkpoints.small_state import keeper_of, state_of, tiny_model, train
+from tests.checkpoints.small_state import Saver, TrainState, load, state_of, tiny_model, train
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
@@ -41,25 +39,19 @@ def test_a_checkpoint_is_of_its_step_though_training_went_on(
     sharded: TrainState, tmp_path: Path
 ) -> None:
     may_write = threading.Event()
-    tokenizer = byte_tokenizer()
-
-    def write(folder: Path, weights: dict[str, torch.Tensor]) -> None:
-        assert may_write.wait(60)
-        write_model(sharded.model, tokenizer, folder, weights, seed=0)
-
     train(sharded)
-    keeper = keeper_of(tmp_path, write, device=GPU, say=pytest.fail)
+    saver = Saver(tmp_path, partial(may_write.wait, 60), device_type="cuda", say=pytest.fail)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     for _ in range(2):  # the second time into the memory of the first copy
         may_write.clear()
-        with keeper:
-            place = keeper.save(sharded)
+        with saver:
+            place = saver.save(sharded)
             now: dict[str, Any] = get_model_state_dict(sharded.model, options=options)
             then = {name: value.clone() for name, value in now.items()}
             losses = [train(sharded) for _ in range(3)]
             assert not (place / MANIFEST).exists()
             may_write.set()
-        weights = load_file(place / "model/model.safetensors")
+        weights = load_file(place / "model.safetensors")
         assert all(torch.equal(value, then[name]) for name, value in weights.items())
-        load_checkpoint(sharded, place)
+        load(sharded, place)
         assert [train(sharded) for _ in range(3)] == losses

@@ -46,9 +46,9 @@ def test_a_step_may_take_ten_medians_and_two_minutes_at_least() -> None:
 def test_what_another_thread_does_is_said_until_it_has_ended() -> None:
     progress = Progress(TimeLimits(), Clock())
     progress.done(4)
-    progress.beside("step_000004 is written")
+    progress.beside("checkpoint-4 is written")
     progress.done(5)
-    assert str(progress.at) == "step 6 (while step_000004 is written)"
+    assert str(progress.at) == "step 6 (while checkpoint-4 is written)"
     progress.beside("")
     assert str(progress.at) == "step 6"
 

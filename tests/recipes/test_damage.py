@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from longctx_patch.checkpoints.manifest import MANIFEST, names_in, seal
-from longctx_patch.checkpoints.series import Series, newest_good, steps_of
+from longctx_patch.checkpoints.series import Series, checkpoints_of, newest_good
 from longctx_patch.rules.together import own_rank
 from tests.harness import run_distributed
 from tests.recipes.conftest import Start
@@ -42,11 +42,11 @@ def output(start: Start) -> Path:
 
 def damaged(output: Path) -> Iterator[tuple[Series, str]]:
     """The checkpoints with one file of the newest damaged, and that file's name."""
-    series = steps_of(output)
+    series = checkpoints_of(output)
     newest, whole = series.path_of(4), output / "whole"
     shutil.copytree(newest, whole)
     for name, way in product([*names_in(whole), MANIFEST], [None, *WAYS]):
-        for left in series.folder.glob("step_000004*"):
+        for left in series.folder.glob("checkpoint-4*"):
             shutil.rmtree(left)
         shutil.copytree(whole, newest, copy_function=os.link)
         (newest / name).unlink()
@@ -70,10 +70,10 @@ def test_every_damage_of_every_file_is_named_and_the_one_before_is_taken(
         with monkeypatch.context() as looked:
             looked.setattr(
                 "longctx_patch.checkpoints.series.not_plain",
-                lambda folder: [] if folder.name == "step_000002" else [f"{folder} was unpickled"],
+                lambda folder: [] if folder.name == "checkpoint-2" else [f"{folder} was unpickled"],
             )
             assert newest_good(series, said.append) == series.path_of(2)
-        assert f"step_000004: {name} " in said[0]
+        assert f"checkpoint-4: {name} " in said[0]
         assert said[1].startswith(f"going on from {series.path_of(2)}")
         assert [each.step for each in series.found()] == [2]
         trials += 1
@@ -83,7 +83,7 @@ def test_every_damage_of_every_file_is_named_and_the_one_before_is_taken(
 
 def of_two_ranks(rank: int, folder: str) -> list[str]:
     """Rank 1's file is damaged; both ranks say so."""
-    series = steps_of(folder)
+    series = checkpoints_of(folder)
     for step in (1, 2):
         path = series.path_of(step)
         path.mkdir(parents=True, exist_ok=True)

@@ -80,7 +80,7 @@ def test_a_shorter_run_than_what_is_done_is_refused(start: Start) -> None:
     output = start("--save-every", "1")
     before = state_of(output)
     for resume in ("auto", "yes"):
-        with pytest.raises(ValueError, match=r"step_000002 has 2 steps, and max_steps=1: no step"):
+        with pytest.raises(ValueError, match=r"checkpoint-2 has 2 steps, and max_steps=1: no step"):
             start("--max-steps", "1", "--resume", resume)
     assert state_of(output) == before
 

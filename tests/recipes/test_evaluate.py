@@ -94,9 +94,9 @@ def test_which_weights_a_run_stands_for(run: Path, base: Path) -> None:
     record = run / "training/settings.json"
     content = json.loads(record.read_text())
     record.write_text(json.dumps(content | {"ended": False}))  # as while it goes on
-    assert find(str(run)).adapter.endswith("checkpoints/step_000002/model")
-    assert find(str(run)).label == "run, step_000002"
-    assert find(str(run / "training")).adapter.endswith("checkpoints/step_000002/model")
+    assert find(str(run)).adapter.endswith("checkpoint-2")
+    assert find(str(run)).label == "run, checkpoint-2"
+    assert find(str(run / "training")).adapter.endswith("checkpoint-2")
     final = run / "training/final"
     assert (find(str(final)).model, find(str(final)).is_trained) == (str(base), True)
     (final / "config.json").unlink()  # as adapters trained elsewhere, which may be given a RoPE

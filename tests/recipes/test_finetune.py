@@ -82,7 +82,7 @@ def test_full_model_loads_without_us_and_its_config_says_nothing_of_us(
     assert config["rope_parameters"] == {"rope_theta": 10000.0, **yarn}
     assert (config["rope_theta"], config["rope_scaling"]) == (10000.0, yarn)
     model = AutoModelForCausalLM.from_pretrained(final)
-    before = final.parent / "checkpoints/step_000004/model"
+    before = final.parent / "checkpoint-4"
     assert (before / "config.json").read_text() == text
     checkpoint = AutoModelForCausalLM.from_pretrained(before).state_dict()
     assert all(torch.equal(weight, checkpoint[n]) for n, weight in model.state_dict().items())
@@ -112,7 +112,7 @@ def test_the_loss_of_packed_rows_is_that_of_their_documents_alone(
     data = finetune.build_data(finetune.parse_settings(given), tokenizer)
     (rows,) = data.stages[0].order.micro_batches(1, 0)
     assert all(len(row["seq_lengths"]) > 1 for row in rows)
-    model = AutoModelForCausalLM.from_pretrained(out / "checkpoints/step_000001/model")
+    model = AutoModelForCausalLM.from_pretrained(out / "checkpoint-1")
     total, count = 0.0, 0
     for row in rows:
         for ids in torch.tensor(row["input_ids"]).split(row["seq_lengths"]):
@@ -172,7 +172,7 @@ def test_an_adapters_frozen_weights_keep_the_models_dtype(
 def test_a_resumed_run_repeats_the_whole_one_to_the_last_bit(run: Start, flags: list[str]) -> None:
     again = partial(run, *flags, "--warmup-steps", "2", "--save-every", "3", max_steps=7)
     whole, parts = again(folder="whole"), again(folder="parts")
-    for late in (parts / "checkpoints/step_000006", parts / "final"):  # as if it had stopped at 4
+    for late in (parts / "checkpoint-6", parts / "final"):  # as if it had stopped at 4
         shutil.rmtree(late)
     lines = (parts / "metrics.jsonl").read_text().splitlines(keepends=True)
     (parts / "metrics.jsonl").write_text("".join(lines[:4]) + '{"step": 5, "lo')

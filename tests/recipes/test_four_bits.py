@@ -41,12 +41,12 @@ def test_a_run_trains_goes_on_exactly_and_saves_the_adapter(folder: Path, text_f
     for more in ([], ["--resume"]):
         finetune.main([*words, *more])
         runs.append([(line["loss"], line["grad_norm"]) for line in read_metrics(output)])
-        (output / "checkpoints/step_000004/run.json").unlink()  # as if it had stopped at 3
+        (output / "checkpoint-4/run.json").unlink()  # as if it had stopped at 3
     assert runs[0] == runs[1]
     assert runs[0][-1][0] < runs[0][0][0] - 0.3
     assert (output / "final" / "adapter_model.safetensors").is_file()
     assert not (output / "final" / "model.safetensors").exists()
-    kept = FileSystemReader(output / "checkpoints/step_000002/state").read_metadata()
+    kept = FileSystemReader(output / "checkpoint-2/optimizer_state").read_metadata()
     names = {name for name in kept.state_dict_metadata if name.startswith("model.")}
     assert names
     assert all("lora_" in name for name in names)

@@ -54,7 +54,7 @@ def test_two_replicas_of_two_ranks_train_as_one_process_and_resume(
     PeftModel.from_pretrained(base, str(final))
 
     (tmp_path / "4/settings.json").unlink()  # else the run has ended
-    (tmp_path / "4/checkpoints/step_000004/run.json").unlink()
+    (tmp_path / "4/checkpoint-4/run.json").unlink()
     run_launched(finetune.main, 4, [*four, "--resume"])
     for repeated, before in zip(read_metrics(tmp_path / "4"), whole, strict=True):
         assert (repeated["loss"], repeated["grad_norm"]) == (before["loss"], before["grad_norm"])

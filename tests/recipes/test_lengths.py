@@ -1,7 +1,9 @@
 """Stages of rows that grow: what each step has, and what can't be."""
 
 import dataclasses
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,9 +141,13 @@ def test_each_stage_has_rows_of_its_own_and_the_longest_is_rehearsed(
             return type("Out", (), {"loss": torch.tensor(input_ids.shape[1])})
 
     monkeypatch.setattr(rehearsal, "preflight", found)
-    state: Any = type("State", (), {"step": 1, "model": Model(), "optimizer": Model()})()
-    state.optimizer.state = {}
-    accelerator: Any = type("Accelerator", (), {"device": "cpu", "is_fsdp2": True, "backward": 0})
-    handle: Any = None
-    rehearsal.check_memory(accelerator, state, handle, data)
+    trainer: Any = SimpleNamespace(
+        state=SimpleNamespace(global_step=1),
+        model_wrapped=Model(),
+        optimizer=SimpleNamespace(state={}),
+        accelerator=SimpleNamespace(device="cpu", backward=0),
+        long_context_handle=None,
+        _gradients_stay_local=nullcontext,
+    )
+    rehearsal.check_memory(trainer, data)
     assert seen == [64, 1]

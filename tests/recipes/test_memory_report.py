@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig, MixtralConfig
 
 from longctx_patch.planner.job import parse_cluster
-from longctx_patch.recipes import finetune, memory_report, rehearsal, text_trainer
+from longctx_patch.recipes import memory_report, rehearsal, text_trainer
 from longctx_patch.recipes.settings import Settings, parse_settings
 from tests.memory.live_bytes import LiveBytes
 from tests.planner.jobs import LLAMA_8B

@@ -170,7 +170,7 @@ def test_another_base_of_the_same_shapes_is_refused_unless_it_is_named(
     """A base that was trained on at its place: both the final adapter and a checkpoint's know."""
     base = make_base(tmp_path / "base", vocab_size=258)
     run = start(model=base, max_steps=1, save_every=1)
-    adapters = (run / "final", run / "checkpoints/step_000001/model")
+    adapters = (run / "final", run / "checkpoint-1")
     whole = [merge(each, tmp_path / f"out{n}").num_changed for n, each in enumerate(adapters)]
     assert whole[0] == whole[1] > 0
     other = AutoModelForCausalLM.from_pretrained(base)

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from longctx_patch.checkpoints.plain_pickle import MetadataReader
-from longctx_patch.checkpoints.series import steps_of
+from longctx_patch.checkpoints.series import checkpoints_of
 from longctx_patch.recipes import finetune, models
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.settings import parse_settings
@@ -92,11 +92,9 @@ def test_losses_are_those_of_an_undisturbed_run_whatever_the_world(
     run_launched(go_on_over_four, 4, disturbed)
     steps = 2 * len(WORLDS) + 4
     finetune.main([*disturbed, *ALONE, "--max-steps", str(steps)])
-    assert f"going on from {tmp_path}/disturbed/checkpoints/step_{steps - 2:06d}" in (
-        capsys.readouterr().out
-    )
+    assert f"going on from {tmp_path}/disturbed/checkpoint-{steps - 2}" in (capsys.readouterr().out)
     for number, (_, shards) in enumerate(WORLDS):
-        assert is_sharded(steps_of(tmp_path / "disturbed").path_of(2 * number + 2)) is shards
+        assert is_sharded(checkpoints_of(tmp_path / "disturbed").path_of(2 * number + 2)) is shards
     whole = command(config_file, text_file, tmp_path / "whole")
     settings = parse_settings(whole)
     rows = rows_of_run(settings, models.load_tokenizer(settings))
@@ -125,7 +123,7 @@ def test_stages_of_rows_go_on_in_another_world(
     disturbed = [*command(config_file, text_file, tmp_path / "disturbed"), *stages]
     run_launched(finetune.main, 2, [*disturbed, "--ring", "2"])
     over_two = read_metrics(tmp_path / "disturbed")
-    for late in ("checkpoints/step_000004", "checkpoints/step_000006", "final"):
+    for late in ("checkpoint-4", "checkpoint-6", "final"):
         shutil.rmtree(tmp_path / "disturbed" / late)  # as if it had stopped in step 3
     finetune.main(disturbed)
     finetune.main([*command(config_file, text_file, tmp_path / "whole"), *stages])

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, set_seed
 from longctx_patch.checkpoints.disk import CantWriteError
 from longctx_patch.checkpoints.manifest import BEGUN, MANIFEST
 from longctx_patch.checkpoints.output_folder import resume_name
-from longctx_patch.checkpoints.series import steps_of
+from longctx_patch.checkpoints.series import checkpoints_of
 from longctx_patch.health.agreement import versions
-from longctx_patch.recipes import exporting, finetune, identity
+from longctx_patch.recipes import exporting, identity
 from longctx_patch.recipes.launch import one_message
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.settings import parse_settings
@@ -32,7 +32,7 @@ def test_one_command_starts_goes_on_and_ends(
     command = flags_of(resume="auto", save_every=1, keep_last=2, keep_every=2)
     output = start(*command)
     assert "resume: starting from the first step" in capsys.readouterr().out
-    series, whole = steps_of(output), numbers(output)
+    series, whole = checkpoints_of(output), numbers(output)
     assert [each.step for each in series.found()] == [2, 4, 5]
     shutil.rmtree(output / "final")
     shutil.rmtree(series.path_of(5))
@@ -79,24 +79,36 @@ def test_an_output_that_is_deleted_in_a_run_is_made_again(
     output = start("--save-every", "4")
     assert f"{output} was deleted while the run goes on" in capsys.readouterr().out
     assert [line["step"] for line in read_metrics(output)] == [3, 4, 5]
-    assert [each.step for each in steps_of(output).found()] == [4]
+    assert [each.step for each in checkpoints_of(output).found()] == [4]
     assert (output / "final/adapter_model.safetensors").is_file()
     start("--resume", "auto")
     assert "resume: the run has ended" in capsys.readouterr().out
 
 
 def test_checkpoints_of_older_versions_are_not_trained_over(start: Start) -> None:
-    """They have no manifest: it was started anew beside them, and their steps saved over them."""
+    """They have no manifest, or another format: a run that starts anew saves over their steps."""
     output = start("--save-every", "2")
     shutil.rmtree(output / "final")
-    for each in steps_of(output).found():
+    for each in checkpoints_of(output).found():
         for name in (MANIFEST, BEGUN):
             (each.path / name).unlink()
-    files = sorted(output.rglob("*"))
-    for resume in ("auto", "yes"):
-        with pytest.raises(ValueError, match=r"step_000004 is a checkpoint without manifest\.json"):
-            start("--resume", resume)
-    assert sorted(output.rglob("*")) == files
+
+    def refused(words: str) -> None:
+        files = sorted(output.rglob("*"))
+        for resume in ("auto", "yes"):
+            with pytest.raises(ValueError, match=f"{words}.* Go on with the version that wrote it"):
+                start("--resume", resume)
+        assert sorted(output.rglob("*")) == files
+
+    refused(r"checkpoint-4 is a checkpoint without manifest\.json")
+    for each in checkpoints_of(output).found():
+        old = output / f"checkpoints/step_{each.step:06d}"
+        old.parent.mkdir(exist_ok=True)
+        each.path.rename(old)
+    refused("step_000004 is a checkpoint in the format of an older version")
+    (output / "final").mkdir()
+    (output / "settings.json").write_text('{"ended": true}')
+    start("--resume", "auto")  # it has ended
 
 
 def test_a_place_where_no_folder_can_be_is_named(start: Start, tmp_path: Path) -> None:
@@ -143,7 +155,7 @@ def test_a_run_without_its_record_is_told_from_files_of_others(
     (output / "settings.json").unlink()
     with pytest.raises(ValueError, match=r"settings\.json is missing, by which --resume") as told:
         start("--resume", "auto")
-    assert "the newest checkpoints/step_000004" in str(told.value)
+    assert "the newest checkpoint-4" in str(told.value)
     assert "Go on from the newest whole one with --resume" in str(told.value)
     start("--save-every", "2", "--resume")  # as it says
     assert numbers(output) == whole
@@ -186,7 +198,7 @@ def test_a_run_ends_with_one_message_and_goes_on(
     said = capfd.readouterr().err
     assert said.count("could not write") == 1
     assert "Traceback" not in said
-    assert f"{out / 'checkpoints/step_000002'} is whole" in said
+    assert f"{out / 'checkpoint-2'} is whole" in said
     run("--resume")
     assert numbers(out) == numbers(whole)
     assert len(numbers(out)) == 4

@@ -15,11 +15,10 @@ import psutil
 import pytest
 import yaml
 
-from longctx_patch.checkpoints.series import steps_of
+from longctx_patch.checkpoints.series import checkpoints_of
 from longctx_patch.checkpoints.signals import SAME_S, Agreement, StopSignals, stop_signals
 from longctx_patch.cli import train
 from longctx_patch.plugin.launch_yaml import accelerate_yaml
-from longctx_patch.recipes import finetune
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.text_trainer import TextTrainer
 from tests.harness import run_distributed
@@ -100,12 +99,12 @@ def test_a_run_saves_and_ends_after_the_step(
         run(resume="auto")
     output = whole.with_name("out")
     assert ended.value.code == 128 + signal.SIGTERM
-    assert [each.step for each in steps_of(output).complete()] == [2]
+    assert [each.step for each in checkpoints_of(output).complete()] == [2]
     assert "stopped by SIGTERM after step 2" in capsys.readouterr().out
     assert not (output / "final").exists()
     run(resume="auto")
     assert numbers(output) == numbers(whole)
-    assert [each.step for each in steps_of(output).complete()] == [2, 4]
+    assert [each.step for each in checkpoints_of(output).complete()] == [2, 4]
     weights = Path("final/adapter_model.safetensors")
     assert (output / weights).read_bytes() == (whole / weights).read_bytes()
 
@@ -176,7 +175,7 @@ def test_longctx_train_hands_signals_on(output: Path, tmp_path: Path) -> None:
 
 
 def check_saved(output: Path) -> None:
-    (saved,) = steps_of(output).complete()
+    (saved,) = checkpoints_of(output).complete()
     assert saved.step == len(read_metrics(output))
     assert not list(output.glob(".lock"))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longctx_patch.recipes import dpo, memory_report, rehearsal, sft, trl_memory
 from longctx_patch.recipes.metrics import read_metrics
-from longctx_patch.recipes.trl_memory import MemoryCallback
+from longctx_patch.recipes.rehearsal import MemoryCallback
 from tests.memory.live_bytes import LiveBytes
 from tests.recipes.conftest import write_records
 from tests.recipes.trl_jobs import save_config

@@ -17,8 +17,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, set_seed
 
 from longctx_patch.recipes import dpo, sft, trl_run
+from longctx_patch.recipes.callbacks import StopCallback
 from longctx_patch.recipes.metrics import read_metrics
-from longctx_patch.recipes.trl_callbacks import StopCallback
 from longctx_patch.transport.processes import ProcessesFailedError
 from tests.health.flaw import Flaw
 from tests.launching import run_longctx

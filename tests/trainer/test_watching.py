@@ -12,11 +12,11 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from longctx_patch import TimeLimits, Watchdog
-from longctx_patch.checkpoints.series import trainer_checkpoints_of
+from longctx_patch.checkpoints.series import checkpoints_of
 from longctx_patch.health import pace
 from longctx_patch.health.replicas import EVERY, ReplicasDivergedError
+from longctx_patch.recipes.callbacks import MetricsCallback
 from longctx_patch.recipes.metrics import read_metrics
-from longctx_patch.recipes.trl_callbacks import MetricsCallback
 from tests.plugin.launched import run_launched
 from tests.trainer.trained import Case, make_trainer
 
@@ -108,7 +108,7 @@ def test_ranks_that_disagree_or_diverge_under_a_trainer(tmp_path: Path) -> None:
     assert "after step 6 the trained weights of rank 1" in unsaved
     assert "All of them were alike after step 3, and nothing has been saved since" in unsaved
     assert at == 6
-    saved = trainer_checkpoints_of(tmp_path / "saved")
+    saved = checkpoints_of(tmp_path / "saved")
     assert [each.step for each in saved.complete()] == [3]
     assert not saved.path_of(6).exists()
     evaluation = "an evaluation after step 2"

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,13 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import CheckpointException
 
 from longctx_patch.checkpoints import background as beside_module
-from longctx_patch.checkpoints.keeper import Keeper
 from longctx_patch.checkpoints.manifest import MANIFEST
-from longctx_patch.checkpoints.series import Retention
-from longctx_patch.checkpoints.train_state import TrainState, load_checkpoint
 from longctx_patch.health.progress import TimeLimits
 from longctx_patch.health.watchdog import Watchdog
-from longctx_patch.recipes.exporting import write_model
-from longctx_patch.recipes.models import byte_tokenizer
-from tests.checkpoints.small_state import keeper_of, state_of, tiny_model, train
+from tests.checkpoints.small_state import Saver, TrainState, load, state_of, tiny_model, train
 from tests.harness import run_distributed
 
-MakeKeeper = Callable[..., Keeper]
+MakeSaver = Callable[..., Saver]
 
 
 @pytest.fixture
@@ -35,74 +31,63 @@ def state() -> TrainState:
 
 
 @pytest.fixture
-def make_keeper(tmp_path: Path, state: TrainState) -> MakeKeeper:
-    def make(write: Any = None, **changes: Any) -> Keeper:
-        def write_now(folder: Path, weights: dict[str, torch.Tensor]) -> None:
-            write_model(state.model, byte_tokenizer(), folder, weights, seed=0)
-
-        keeps = {"retention": Retention(keep_last=1)}
-        return keeper_of(tmp_path, write or write_now, **keeps | changes)
-
-    return make
+def make_saver(tmp_path: Path) -> MakeSaver:
+    return partial(Saver, tmp_path)
 
 
-def held_back(state: TrainState) -> tuple[threading.Event, Any]:
-    """(an event, what writes a model once it has come)."""
+def held_back() -> tuple[threading.Event, Any]:
+    """(an event, what waits for it)."""
     may_write = threading.Event()
 
-    def write(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    def wait() -> None:
         assert may_write.wait(60)
-        write_model(state.model, byte_tokenizer(), folder, weights, seed=0)
 
-    return may_write, write
+    return may_write, wait
 
 
-def test_each_checkpoint_is_of_its_step_and_older_ones_stay_until_it_is_whole(
-    state: TrainState, make_keeper: MakeKeeper
-) -> None:
-    may_write, write = held_back(state)
-    with make_keeper(write) as keeper:
+def test_each_checkpoint_is_of_its_step(state: TrainState, make_saver: MakeSaver) -> None:
+    may_write, write = held_back()
+    with make_saver(write) as saver:
         may_write.set()
-        first = keeper.save(state)
+        first = saver.save(state)
         train(state)
-        keeper.settle()
+        saver.settle()
         may_write.clear()
-        second = keeper.save(state)  # into the memory of the first copy
+        second = saver.save(state)  # into the memory of the first copy
         then = {name: value.clone() for name, value in state.model.state_dict().items()}
         losses = [train(state) for _ in range(3)]
         assert (first / MANIFEST).exists()
         assert not (second / MANIFEST).exists()
         may_write.set()
-    assert not first.exists()
-    weights = load_file(second / "model/model.safetensors")
+    weights = load_file(second / "model.safetensors")
     assert weights.keys() == then.keys() - {"lm_head.weight"}  # tied: it is saved once
     assert all(torch.equal(value, then[name]) for name, value in weights.items())
-    load_checkpoint(state, second)
+    load(state, second)
     assert [train(state) for _ in range(3)] == losses
 
 
 def test_without_memory_for_a_copy_training_waits(
     state: TrainState,
-    make_keeper: MakeKeeper,
+    make_saver: MakeSaver,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said: list[str] = []
-    keeper = make_keeper(say=said.append)
+    saver = make_saver(say=said.append)
     monkeypatch.setattr(beside_module, "available_bytes", lambda: 2**10)
     for _ in range(2):
-        place = keeper.save(state)
+        place = saver.save(state)
         assert (place / MANIFEST).exists()
         train(state)
     (line,) = said
     assert "training waits while checkpoints are written" in line
-    # Weights and two moments in float32, and the whole model in model/: counted here by hand.
+    # Weights and two moments in float32, and the whole model in a file: counted here by hand.
     size = sum(parameter.numel() * 4 for parameter in state.model.parameters())
     tied = state.model.lm_head.weight.numel() * 4  # named twice
     assert f"{1.2 * (4 * size + 2 * tied) / 2**30:.1f} GiB" in line
 
 
 def test_who_saves_more_often_than_it_takes_is_told(
-    state: TrainState, make_keeper: MakeKeeper
+    state: TrainState, make_saver: MakeSaver
 ) -> None:
     said, may_write = list[str](), threading.Event()
 
@@ -110,43 +95,43 @@ def test_who_saves_more_often_than_it_takes_is_told(
         said.append(line)
         may_write.set()
 
-    with make_keeper(lambda *_: may_write.wait(60), say=say) as keeper:
-        keeper.save(state)
+    with make_saver(lambda: may_write.wait(60), say=say) as saver:
+        saver.save(state)
         assert not said
         for _ in range(2):
             train(state)
-            keeper.save(state)
+            saver.save(state)
     (line,) = said
     assert "training waits while checkpoints are written: the one before still is, after" in line
 
 
 def test_what_could_not_be_written_ends_the_training(
-    state: TrainState, make_keeper: MakeKeeper
+    state: TrainState, make_saver: MakeSaver
 ) -> None:
-    def no_space(folder: Path, _: object) -> None:
-        raise OSError(28, "No space left on device", str(folder))
+    def no_space() -> None:
+        raise OSError(28, "No space left on device")
 
-    keeper = make_keeper(no_space)
-    place = keeper.save(state)
-    thread = keeper._background._thread
+    saver = make_saver(no_space)
+    place = saver.save(state)
+    thread = saver._background._thread
     assert thread is not None
     thread.join(60)
     with pytest.raises(OSError, match="No space left"):
-        keeper.look()
+        saver.look()
     assert not (place / MANIFEST).exists()
-    keeper.settle()  # said once
+    saver.settle()  # said once
 
-    keeper.save(state)
+    saver.save(state)
     with pytest.raises(OSError, match="No space left"):
-        keeper.save(state)
+        saver.save(state)
 
 
-def test_ctrl_c_waits_for_no_checkpoint(state: TrainState, make_keeper: MakeKeeper) -> None:
+def test_ctrl_c_waits_for_no_checkpoint(state: TrainState, make_saver: MakeSaver) -> None:
     may_write = threading.Event()
 
     def interrupted() -> None:
-        with make_keeper(lambda *_: may_write.wait(60)) as keeper:
-            keeper.save(state)
+        with make_saver(lambda: may_write.wait(60)) as saver:
+            saver.save(state)
             raise KeyboardInterrupt
 
     began = time.monotonic()
@@ -170,13 +155,13 @@ class Waits:
 
 def test_an_error_waits_for_a_checkpoint_under_the_watchdog_and_is_said_before(
     state: TrainState,
-    make_keeper: MakeKeeper,
+    make_saver: MakeSaver,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Else the limit of a step would end the job before the checkpoint is whole."""
     monkeypatch.setattr(beside_module, "SOON_S", 0.0)
-    (may_write, write), waits = held_back(state), Waits()
+    (may_write, write), waits = held_back(), Waits()
 
     @contextmanager
     def writes_now() -> Iterator[None]:
@@ -188,8 +173,8 @@ def test_an_error_waits_for_a_checkpoint_under_the_watchdog_and_is_said_before(
     places: list[Path] = []
 
     def save_and_fail() -> None:
-        with make_keeper(write, waiting=writes_now, timeout_s=float("inf")) as keeper:
-            places.append(keeper.save(state))
+        with make_saver(write, waiting=writes_now, timeout_s=float("inf")) as saver:
+            places.append(saver.save(state))
             raise ValueError("a step that went wrong")
 
     with pytest.raises(ValueError, match="a step that went wrong"):
@@ -201,16 +186,16 @@ def test_an_error_waits_for_a_checkpoint_under_the_watchdog_and_is_said_before(
 
 
 def test_an_error_is_not_replaced_by_that_of_a_checkpoint(
-    state: TrainState, make_keeper: MakeKeeper, capsys: pytest.CaptureFixture[str]
+    state: TrainState, make_saver: MakeSaver, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """torch's own one is no Exception."""
 
-    def no_space(folder: Path, _: object) -> None:
+    def no_space() -> None:
         raise CheckpointException("torch's", {})
 
     def save_and_fail() -> None:
-        with make_keeper(no_space) as keeper:
-            keeper.save(state)
+        with make_saver(no_space) as saver:
+            saver.save(state)
             raise ValueError("a step that went wrong")
 
     with pytest.raises(ValueError, match="a step that went wrong"):
@@ -221,7 +206,7 @@ def test_an_error_is_not_replaced_by_that_of_a_checkpoint(
 
 
 def test_the_watchdog_is_told_what_is_written_and_where_an_error_was(
-    state: TrainState, make_keeper: MakeKeeper
+    state: TrainState, make_saver: MakeSaver
 ) -> None:
     """A failure in step 4 is none "in saving", though the checkpoint before it fails as well."""
     dog = Watchdog(TimeLimits())
@@ -229,35 +214,35 @@ def test_the_watchdog_is_told_what_is_written_and_where_an_error_was(
     dog.done(state.step)
     place = str(dog._progress.at)
 
-    def fails(folder: Path, _: object) -> None:
+    def fails() -> None:
         seen.append(str(dog._progress.at))
         raise OSError("a checkpoint that fails")
 
     def save_and_fail() -> None:
-        with make_keeper(fails, waiting=dog.saving, beside=dog.beside) as keeper:
-            keeper.save(state)
+        with make_saver(fails, waiting=dog.saving, beside=dog.beside) as saver:
+            saver.save(state)
             raise ValueError("a step that went wrong")
 
     with pytest.raises(ValueError, match="a step that went wrong"):
         save_and_fail()
     assert str(dog._progress.at) == place
-    assert f"(while step_{state.step:06d} is written)" in seen[0]
+    assert f"(while checkpoint-{state.step} is written)" in seen[0]
 
 
 def test_training_waits_for_what_takes_longer_than_it_may(
-    state: TrainState, make_keeper: MakeKeeper
+    state: TrainState, make_saver: MakeSaver
 ) -> None:
     """So that the watchdog sees a disk that doesn't answer any more."""
-    (may_write, write), waits = held_back(state), Waits()
-    with make_keeper(write, waiting=waits.saving, timeout_s=3600) as keeper:
-        keeper.save(state)
-        keeper.look()
+    (may_write, write), waits = held_back(), Waits()
+    with make_saver(write, waiting=waits.saving, timeout_s=3600) as saver:
+        saver.save(state)
+        saver.look()
         assert waits.times == 1  # in saving
-        keeper._timeout_s = 0.0
+        saver._timeout_s = 0.0
         threading.Timer(0.2, may_write.set).start()
-        keeper.look()
+        saver.look()
         assert waits.times == 2
-        assert not keeper._background.seconds()
+        assert not saver._background.seconds()
 
 
 def of_two_ranks(rank: int, folder: str) -> float:
@@ -265,10 +250,9 @@ def of_two_ranks(rank: int, folder: str) -> float:
     state, limits = state_of(tiny_model()), []
     train(state)
     for timeout_s in (float("inf"), 5.0):
-        place, nothing = Path(folder) / str(timeout_s), lambda *_: None
-        with keeper_of(place, nothing, timeout_s=timeout_s) as keeper:
-            saved = keeper.save(state)
-            group = keeper._group
+        with Saver(Path(folder) / str(timeout_s), timeout_s=timeout_s) as saver:
+            saved = saver.save(state)
+            group = saver._group
             assert group is not None
             limits.append(group._get_backend(torch.device("cpu")).options._timeout)
         assert (saved / MANIFEST).exists()
@@ -280,12 +264,3 @@ def test_exchanges_of_the_thread_outlast_the_watchdog(tmp_path: Path) -> None:
     and that of a rank that is stopped."""
     for seconds in run_distributed(of_two_ranks, 2, str(tmp_path)):
         assert seconds > 3 * 5.0
-
-
-def test_weights_that_are_no_numbers_are_refused_at_once(
-    state: TrainState, make_keeper: MakeKeeper
-) -> None:
-    with torch.no_grad():
-        state.model.lm_head.weight[3, 3] = torch.nan
-    with make_keeper() as keeper, pytest.raises(ValueError, match="after step 1, so nothing of it"):
-        keeper.save(state)
