@@ -1,10 +1,11 @@
-"""Time TRL's trainers over long rows beside the recipe's own loop, on the GPUs of one machine.
+"""Time trainers and the text recipe over long rows beside a plain loop, on the GPUs of one machine.
 
     python benchmarks/trainers.py --out results/ --gpus 2 --tokens 65536
 
-Systems: `loop`, the recipe's loop over shards; `trainer`, LongContextTrainer over whole rows; `sft`
-and `dpo`, TRL's trainers with LongContextTrainerMixin; `sft_context_parallel`, SFTTrainer under
-Accelerate's context parallelism, the peer. `loop:2` takes two rows a step, as a pair of DPO is. A
+Systems: `loop`, a plain loop over shards; `recipe`, the text recipe, whose lines of metrics.jsonl
+are its clock; `trainer`, LongContextTrainer over whole rows; `sft` and `dpo`, TRL's trainers with
+LongContextTrainerMixin; `sft_context_parallel`, SFTTrainer under Accelerate's context parallelism,
+the peer. `loop:2` takes two rows a step, as a pair of DPO is. A
 name may end in a checkpoint policy (`sft_context_parallel,offload` is TRL's long-context recipe).
 The first loss of each has to be that of the stock model in one process on the same row (log 2 for
 DPO); otherwise it is wrong. Writes trainers.jsonl and trainers.md into --out.
@@ -23,6 +24,7 @@ from report import Column, hardware, heading, is_ok, number, spread, table, writ
 
 DEFAULT = (
     "loop,auto",
+    "recipe,auto",
     "trainer,auto",
     "sft,auto",
     "loop:2,auto",

@@ -1,4 +1,4 @@
-"""One launch of trainers.py: a trainer, or the recipe's loop, over rows of random tokens.
+"""One launch of trainers.py: a trainer, a recipe, or a plain loop, over rows of random tokens.
 
 Started by trainers.py with a file that says what to do; appends one line of JSON.
 """
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from measure import Row, dtype_on, everyone, finish, own_device, slowest
@@ -70,7 +71,7 @@ def loss_of_one_process(model: PreTrainedModel, row: Tensor) -> float:
 
 
 def run_loop(job: Job, model: PreTrainedModel, settings: Row) -> Row:
-    """The recipe's loop over shards: forward, backward, clipping, the optimizer's step."""
+    """A plain loop over shards: forward, backward, clipping, the optimizer's step."""
     system = Ours(job, model, {"ulysses": job.num_ranks, "checkpoint": settings["checkpoint"]})
     row = random_row(settings["tokens"], job.shape.vocab_size, job.device).expand(
         settings["rows"], -1
@@ -86,6 +87,37 @@ def run_loop(job: Job, model: PreTrainedModel, settings: Row) -> Row:
         first = first if step else sum(everyone(float(loss.detach()))) / job.num_ranks
         clock.note()
     return clock.row(settings["rows"] * settings["tokens"], job.num_ranks) | {"first_loss": first}
+
+
+def run_recipe(job: Job, model: PreTrainedModel, settings: Row) -> Row:
+    """The text recipe as `longctx train` starts it, timed from line to line of its metrics."""
+    from longctx_patch.recipes import finetune, metrics
+
+    place, clock, losses = Path(settings["lines"]), StepClock(job.device), list[float]()
+    own = place.with_suffix(f".{job.rank}")
+    model.config.save_pretrained(own)
+    tokenizer(job.shape.vocab_size).save_pretrained(own)
+    # The recipe ends each document with a token of its own.
+    ids = random_row(settings["tokens"] - 1, job.shape.vocab_size, job.device)[0].clamp(min=2)
+    (own / "text.txt").write_text(" ".join(f"t{token}" for token in ids.tolist()))
+    given = {"model": own / "config.json", "tokenizer": own, "text": own / "text.txt"}
+    given |= {"seq-len": settings["tokens"], "max-steps": WARM_UP_STEPS + settings["steps"]}
+    given |= {"learning-rate": LEARNING_RATE, "scheduler": "constant", "ulysses": job.num_ranks}
+    given |= {"checkpoint": settings["checkpoint"], "output": place.with_suffix(".out")}
+
+    write = metrics.MetricsFile.write
+
+    def note(file: Any, **values: Any) -> None:
+        write(file, **values)
+        losses.append(values["loss"])
+        clock.note()
+
+    with (
+        patch.object(finetune.models, "load_model", lambda *_, **__: model),
+        patch.object(metrics.MetricsFile, "write", note),
+    ):
+        finetune.main(["--full", *(f"--{name}={value}" for name, value in given.items())])
+    return clock.row(settings["tokens"], job.num_ranks) | {"first_loss": losses[0]}
 
 
 def tokenizer(vocabulary: int) -> Any:
@@ -238,6 +270,7 @@ def timed(make: Callable[[StepClock], Any], tokens_per_step: int, job: Job) -> R
 
 SYSTEMS: dict[str, Callable[..., Row]] = {
     "loop": run_loop,
+    "recipe": run_recipe,
     "trainer": run_trainer,
     "sft": run_sft,
     "sft_context_parallel": lambda *given: run_sft(*given, is_peer=True),

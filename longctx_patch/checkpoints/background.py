@@ -38,7 +38,6 @@ class BesideTraining:
 
     Args:
         device_type: of the training.
-        in_background: whether training may go on meanwhile; else it always waits.
         timeout_s: how long writing one may take.
         say: prints for the job.
         waiting: a context within which training waits for a checkpoint: that of the watchdog, which
@@ -54,30 +53,27 @@ class BesideTraining:
         device_type: str,
         timeout_s: float,
         say: Callable[[str], object],
-        in_background: bool = True,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
         beside: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._say, self._timeout_s = say, timeout_s
         self._waiting, self._beside = waiting, beside
-        self._copier = Copier(device_type) if in_background else None
+        self._copier = Copier(device_type)
         self._has_waited = False
         self._background = Background()
         self._group: ProcessGroup | None = None
-        if in_background and num_ranks() > 1:  # that of the training is busy meanwhile
+        if num_ranks() > 1:  # that of the training is busy meanwhile
             # Its exchanges must not end before `look` and the watchdog, which name a rank.
             patience = timedelta(seconds=min(4 * timeout_s + 60, LONGEST_S))
             self._group = dist.new_group(backend="gloo", timeout=patience)
 
     def copied(self, tensors: Any, more_bytes: int = 0) -> Any | None:
         """Copies of lists and dicts of tensors on the host, into the memory of those before; None
-        on all ranks where training waits, or where a host has no room for them. Collective. The
-        checkpoint before is waited for; raises its error.
+        on all ranks where a host has no room for them. Collective. The checkpoint before is waited
+        for; raises its error.
 
         `more_bytes`: what writing will take on this rank beside the copies.
         """
-        if self._copier is None:
-            return None
         if seconds := self._background.seconds():
             self.say_once(f"the one before still is, after {seconds:.0f} s. Save less often")
         self._background.settle()  # it is written from the same memory

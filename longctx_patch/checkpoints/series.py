@@ -84,13 +84,6 @@ def is_ours(folder: Path) -> bool:
     return not folder.is_symlink() and any((folder / name).exists() for name in (BEGUN, MANIFEST))
 
 
-def clear(place: Path, say: Say) -> None:
-    """Make a checkpoint's place free; one process calls it. What a run has begun there is deleted,
-    all else gets another name."""
-    keep_others(place, say)
-    shutil.rmtree(place, ignore_errors=True)
-
-
 def keep_others(place: Path, say: Say) -> None:
     """Give what is in a checkpoint's place another name, unless a run has begun it, and say so; one
     process calls it. It ends no run in the middle, and loses no file."""

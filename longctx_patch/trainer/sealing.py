@@ -21,10 +21,10 @@ from longctx_patch.checkpoints.plain_pickle import not_plain
 from longctx_patch.checkpoints.series import (
     Retention,
     checkpoints_of,
-    clear,
     delete,
     delete_old,
     first_of,
+    keep_others,
     newest_good,
     problems_in,
 )
@@ -95,7 +95,7 @@ class SealedCheckpointsMixin(SavedStatesMixin):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if self._saving is not None and not self._has_begun:
             if own_rank() == 0:
-                clear(self._saving, self._say)
+                keep_others(self._saving, self._say)
                 begin(self._saving)
             of_all_ranks(None)  # nobody writes into what is the user's
             self._has_begun = True

@@ -1,6 +1,8 @@
 """trainers.py: first losses are compared with one process, and warm-up steps don't count."""
 
+import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +38,7 @@ def test_only_steps_after_the_warm_up_count(monkeypatch: pytest.MonkeyPatch) -> 
     assert (row["seconds"], row["tokens_per_s_per_gpu"]) == (3.0, 100.0)
 
 
-def test_the_recipes_loop_on_one_process() -> None:
+def test_loops_begin_with_the_loss_of_one_process(tmp_path: Path) -> None:
     config = tiny_config("llama")
     job = Job(torch.device("cpu"), 0, 1, shape_of(config, "tiny"))
     model = make_model(config, job.device, torch.float32)
@@ -44,5 +46,11 @@ def test_the_recipes_loop_on_one_process() -> None:
         model, random_row(40, job.shape.vocab_size, job.device)
     )
     settings = {"tokens": 40, "rows": 2, "steps": 1, "checkpoint": "none"}
+    settings |= {"lines": str(tmp_path / "lines.jsonl")}
+    model.requires_grad_(True)
+    found = trainers_job.run_recipe(job, copy.deepcopy(model), settings)
+    assert found["first_loss"] == pytest.approx(
+        alone, rel=trainers.TOLERANCE
+    )  # its last token differs
     found = trainers_job.run_loop(job, model, settings)
     assert found["first_loss"] == pytest.approx(alone, rel=1e-5)

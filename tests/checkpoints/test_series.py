@@ -12,8 +12,8 @@ from longctx_patch.checkpoints.series import (
     Retention,
     Series,
     checkpoints_of,
-    clear,
     delete_old,
+    keep_others,
     newest_good,
 )
 
@@ -108,7 +108,7 @@ def test_what_is_the_user_s_makes_way_for_a_checkpoint_with_all_its_files(tmp_pa
     said: list[str] = []
     for make in makes:
         make()
-        clear(place, said.append)
+        keep_others(place, said.append)
         assert not os.path.lexists(place)
     kept = [place.with_name(f"checkpoint-2.kept{number}") for number in ("", "_2", "_3", "_4")]
     assert sorted(series.folder.iterdir()) == kept
@@ -120,13 +120,12 @@ def test_what_is_the_user_s_makes_way_for_a_checkpoint_with_all_its_files(tmp_pa
         for name in names
     ]
     assert series.found() == series.aside() == []
-    begin(place)  # what a run has begun goes
-    (place / "state").mkdir()
-    clear(place, said.append)
     place.mkdir()  # an empty one has nothing to lose
-    clear(place, said.append)
+    keep_others(place, said.append)
+    begin(place)  # what a run has begun is written over
+    keep_others(place, said.append)
     assert len(said) == 4
-    assert sorted(series.folder.iterdir()) == kept
+    assert sorted(series.folder.iterdir()) == [place, *kept]
 
 
 def test_what_is_left_of_a_deletion_is_no_checkpoint_and_goes_the_next_time(
