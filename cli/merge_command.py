@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 )
 @click.option("--base", default="", help="Hub name or folder [the one that the adapter names].")
 def merge_command(run: Path, out: Path | None, dtype: str | None, base: str) -> None:
-    """Merge the adapter of RUN (a run folder, its final/, a checkpoint's model/ or any LoRA adapter
+    """Merge the adapter of RUN (a run folder, its final/, a checkpoint-N or any LoRA adapter
     of peft) into the weights of its base.
 
     The new folder has the base's files and names of weights, with the RoPE and context length of

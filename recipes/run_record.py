@@ -16,8 +16,7 @@ RECORD_FILE, FAILURE_FILE = "settings.json", "failure.json"
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 NO_MODEL = (
     "{} has no trained model yet: neither final/ nor a checkpoint with weights that can be loaded. "
-    "Train it (`longctx train`), and with save_every if it is to be evaluated on the way; trainers "
-    "under FSDP2 write such weights at the end only."
+    "Train it (`longctx train`), and with save_every if it is to be evaluated on the way."
 )
 SETTINGS_FILES = ("finetune.yaml", "sft.yaml", "dpo.yaml")
 """A folder with one of the recipes' settings files is a run folder."""

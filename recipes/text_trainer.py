@@ -48,17 +48,10 @@ class StepTrainer(Trainer):
     """transformers' trainer over a model and an optimizer that are prepared already."""
 
     prepared: Prepared
-    given: Any
-    """The Accelerator of the run."""
     tokens: int
     """Labels of the step on all processes."""
     started: float
     """When its batches were there."""
-
-    def create_accelerator_and_postprocess(self) -> None:
-        """Take the run's."""
-        self.accelerator = self.given
-        self.is_deepspeed_enabled, self.is_fsdp_enabled = False, self.given.is_fsdp2
 
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device
@@ -78,7 +71,8 @@ class StepTrainer(Trainer):
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resumed: Any) -> Any:
         self.model_wrapped, self.optimizer, self.lr_scheduler = self.prepared
         # transformers lets Accelerate forget what it has prepared.
-        self.given._models, self.given._optimizers = [self.model_wrapped], [self.optimizer]
+        accelerator = self.accelerator
+        accelerator._models, accelerator._optimizers = [self.model_wrapped], [self.optimizer]
         if resumed is not None:
             self._load_optimizer_and_scheduler(resumed)
             self._load_scaler(resumed)
@@ -122,7 +116,7 @@ class TextTrainer(LongContextTrainerMixin, StepTrainer):
         watchdog: Watchdog,
     ) -> None:
         """`tokenizer`: saved beside the weights."""
-        self.given, self.prepared, self.data = accelerator, prepared, data
+        self._given, self._handle, self.prepared, self.data = accelerator, handle, prepared, data
         self.settings, self._tokenizer, self._pace = settings, tokenizer, pace
         model = accelerator.unwrap_model(prepared.model)
         uses_cache = model.config.use_cache
@@ -142,8 +136,12 @@ class TextTrainer(LongContextTrainerMixin, StepTrainer):
         self.remove_callback(PrinterCallback)
 
     def create_accelerator_and_postprocess(self) -> None:
-        StepTrainer.create_accelerator_and_postprocess(self)
-        self._patch(self.model)
+        """Take the run's, with its patched model."""
+        self.accelerator, self.long_context_handle = self._given, self._handle
+        self.is_deepspeed_enabled, self.is_fsdp_enabled = False, self._given.is_fsdp2
+
+    def require_agreement(self) -> None:
+        """The recipe has compared ranks before it wrapped the model."""
 
     def get_train_dataloader(self) -> Any:
         return Steps(self)
@@ -179,10 +177,11 @@ class TextTrainer(LongContextTrainerMixin, StepTrainer):
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Weights as plain libraries load them, from the states as they were written: so no device
         gathers them, and the training may go on."""
-        assert self._tensors is not None
-        assert output_dir is not None
-        weights = self._tensors["model"]
-        self._late.append(partial(self._write_model, Path(output_dir), weights))
+        if self.args.should_save:
+            assert self._tensors is not None
+            assert output_dir is not None
+            weights = self._tensors["model"]
+            self._late.append(partial(self._write_model, Path(output_dir), weights))
 
     def _write_model(self, folder: Path, like: Any, _: ProcessGroup | None) -> None:
         weights = read_whole_weights(like, folder / STATES, {})

@@ -51,9 +51,13 @@ class WatchedMixin(_Trainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' training. Raises ValueError on all ranks where they would not train the
         same model on the same data in the same way."""
-        require_same_training(self)
+        self.require_agreement()
         self._pace = self._pace or PaceCheck(self.accelerator.device, self._say)
         return super().train(*args, **kwargs)
+
+    def require_agreement(self) -> None:
+        """Raise ValueError on all ranks where they would not train alike. Collective."""
+        require_same_training(self)
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         """The trainer's, while the time that batches take to come is counted."""

@@ -74,7 +74,7 @@ def go_on_over_four(usual: list[str]) -> None:
 
 def is_sharded(checkpoint: Path) -> bool:
     """Whether each rank has written a part of a weight."""
-    kept = MetadataReader(checkpoint / "state").read_metadata().state_dict_metadata
+    kept = MetadataReader(checkpoint / "optimizer_state").read_metadata().state_dict_metadata
     weight: Any = kept["model.model.layers.0.mlp.up_proj.weight"]
     return len(weight.chunks) == 2
 
