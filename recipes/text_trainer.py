@@ -219,6 +219,8 @@ class StepCallback(MetricsCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         trainer, settings, step = self._trainer, self._trainer.settings, state.global_step
         trainer._settle_step()  # waits for the whole step
+        if trainer.accelerator.optimizer_step_was_skipped:  # by a gradient scaler
+            trainer.lr_scheduler.step()
         values, handle = self._numbers(step), trainer.long_context_handle
         is_due = step == args.max_steps or (settings.eval_steps and step % settings.eval_steps == 0)
         if trainer.data.evaluation is not None and is_due:

@@ -38,22 +38,20 @@ TRIALS = [
     ),
     *((job, fault) for job, some in WIDER.items() for fault in some),
 ]
-FILES: dict[Recipe, tuple[str, ...]] = {
-    "finetune": (
-        *("state/__0_0.distcp", "state/__1_0.distcp", "state/.metadata", "random_0.safetensors"),
-        *("random_1.safetensors", "run.json", "scheduler.json", "model/config.json"),
-        *("model/model.safetensors", "manifest.json"),
-    ),
-    "sft": (
-        *("model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json"),
-        *("rng_state_0.pth", "rng_state_1.pth", "config.json", "training_args.bin", "run.json"),
-        "manifest.json",
-    ),
-}
+STATES = (
+    "optimizer_state/__0_0.distcp",
+    "optimizer_state/__1_0.distcp",
+    "optimizer_state/.metadata",
+)
+FILES = (
+    *STATES,
+    *("rng_state_0.pth", "rng_state_1.pth", "run.json", "scheduler.pt", "trainer_state.json"),
+    *("config.json", "model.safetensors", "manifest.json"),
+)
 DAMAGED = [
     (Job(recipe, 2), name, kind)
-    for recipe, names in FILES.items()
-    for name, kind in zip(names, cycle(DAMAGES), strict=False)
+    for recipe in ("finetune", "sft")
+    for name, kind in zip(FILES, cycle(DAMAGES), strict=False)
 ]
 
 
