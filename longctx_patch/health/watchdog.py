@@ -112,7 +112,7 @@ class Watchdog:
     @contextmanager
     def beside(self, words: str) -> Iterator[None]:
         """Within the context another thread does something beside the training, such as
-        "step_000004 is written"."""
+        "checkpoint-4 is written"."""
         self._progress.beside(words)
         try:
             yield

@@ -62,7 +62,8 @@ class Saver(BesideTraining):
 
     def __init__(self, folder: Path, before_model: Callable[[], object] = int, **how: Any) -> None:
         """`before_model`: is called before weights are written as plain libraries load them."""
-        super().__init__(**{"device_type": "cpu", "timeout_s": 60.0, "say": print} | how)
+        usual: dict[str, Any] = {"device_type": "cpu", "timeout_s": 60.0, "say": print}
+        super().__init__(**usual | how)
         self._folder, self._before_model = folder, before_model
 
     def save(self, state: TrainState) -> Path:

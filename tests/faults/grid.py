@@ -12,7 +12,7 @@ import pytest
 
 from tests.faults.judge import Good, killed_at_its_end, newest_checkpoint, recovered, tried
 from tests.faults.plant import DAMAGES, Fault, Kind, faults
-from tests.faults.trial import Job, Recipe
+from tests.faults.trial import Job
 
 SOME = (
     Fault("kill", "backward", 1),
