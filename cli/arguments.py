@@ -85,7 +85,7 @@ def options_of(options: type) -> Callable[[Any], Any]:
 def _click_option(of: Field[Any], kind: Any) -> Callable[[Any], Any]:
     attributes = {**_taken(kind), **of.metadata}
     names = attributes.pop("names") or [f"--{of.name.replace('_', '-')}"]
-    if of.default is not None:
+    if of.default is not None or "is_flag" in attributes:  # else a flag that nobody gives is False
         attributes["default"] = of.default
     return click.option(*names, of.name, **attributes)
 
