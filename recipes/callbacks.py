@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from longctx_patch.checkpoints.fingerprint import write_run
 from longctx_patch.checkpoints.series import checkpoints_of
 from longctx_patch.checkpoints.signals import Agreement, StopSignals
-from longctx_patch.checkpoints.train_state import write_run
 from longctx_patch.recipes.metrics import MetricsFile, peak_memory_bytes
 from longctx_patch.recipes.stages import Stages
 from longctx_patch.rules.together import own_rank
@@ -123,3 +123,10 @@ def answer(stop: StopSignals, state: Any, control: Any) -> None:
         control.should_save = control.should_training_stop = True
     if state.global_step >= state.max_steps:
         stop.agreed = 0  # the training ends anyway
+
+
+def say_stopped(trainer: Any, stop: StopSignals) -> None:
+    """Print which signal stopped a run, and after which step."""
+    step = trainer.state.global_step
+    place = checkpoints_of(trainer.args.output_dir).path_of(step)
+    trainer.accelerator.print(stop.words(step, place), flush=True)

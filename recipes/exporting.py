@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import PreTrainedConfig
 
-from longctx_patch.checkpoints.train_state import without_frozen, write_run
+from longctx_patch.checkpoints.fingerprint import write_run
+from longctx_patch.checkpoints.states import without_frozen
 from longctx_patch.checkpoints.whole_files import replaced
 from longctx_patch.health.weights import check_saved_weights
 from longctx_patch.recipes.model_card import (
@@ -96,22 +97,20 @@ def add_older_rope_names(folder: Path) -> None:
 
 
 def write_final(
-    accelerator: Any,
-    model: Any,
+    trainer: Any,
     tokenizer: Any,
     output: Path,
     *,
     seed: int,
-    step: int,
     config: Any,
     card: Callable[[], Card],
     run: Mapping[str, Any],
 ) -> None:
-    """Write the model into `final/` of the output, in place of what is there, and mark the run as
-    ended; every process calls this.
+    """Write the trainer's model into `final/` of the output, in place of what is there, and mark
+    the run as ended; every process calls this.
 
     Args:
-        accelerator, model, tokenizer, seed, step: see `export_model`.
+        tokenizer, seed: see `export_model`.
         config: of the model, as it was trained.
         card: makes what README.md of the model says; one process calls it.
         run: the run's fingerprint.
@@ -119,8 +118,9 @@ def write_final(
     Raises:
         ValueError: on all ranks, if a weight is not finite.
     """
-    final = output / "final"
+    final, accelerator, step = output / "final", trainer.accelerator, trainer.state.global_step
     with replaced(final) as beside:
+        model = trainer.model_wrapped
         export_model(accelerator, model, tokenizer, beside, seed=seed, step=step)
         if accelerator.is_main_process:
             write_card(beside, card(), config, final)

@@ -43,7 +43,7 @@ from longctx_patch.hf.layers.fused_layers import (
 from longctx_patch.plugin import close_accelerator, make_accelerator
 from longctx_patch.recipes import hub, models
 from longctx_patch.recipes.also_train import check_precision
-from longctx_patch.recipes.callbacks import RunFileCallback, StagesCallback
+from longctx_patch.recipes.callbacks import RunFileCallback, StagesCallback, say_stopped
 from longctx_patch.recipes.context_steps import ContextStepsCallback, asked_of, check_tasks
 from longctx_patch.recipes.exporting import write_final
 from longctx_patch.recipes.identity import (
@@ -159,17 +159,14 @@ def train(
     with StopSignals() as stop, showing:
         trainer = trainer_of(job, accelerator, stages, watchdog, pace, stop)
         trainer.train(str(checkpoint) if checkpoint else None)
-    step = trainer.state.global_step
     if stop.agreed:
-        accelerator.print(stop.words(step, output.checkpoints.path_of(step)), flush=True)
+        say_stopped(trainer, stop)
         return stop
     write_final(
-        accelerator,
-        trainer.model_wrapped,
+        trainer,
         job.tokenizer,
         output.folder,
         seed=job.settings.seed,
-        step=step,
         config=job.config,
         card=partial(model_card, job.settings, job.config, accelerator.num_processes),
         run=job.run,

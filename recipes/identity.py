@@ -19,11 +19,11 @@ from longctx_patch.checkpoints.fingerprint import (
     config_fields,
     plain,
     problems,
+    read_run,
     samples_of,
     tokenizer_digest,
 )
 from longctx_patch.checkpoints.output_folder import Output
-from longctx_patch.checkpoints.train_state import read_run
 from longctx_patch.families.load_config import is_bare_config
 from longctx_patch.health.agreement import versions
 from longctx_patch.recipes.data.sources import parts_of

@@ -18,8 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, PreTrainedConfig
 
-from longctx_patch.checkpoints.fingerprint import samples_of
-from longctx_patch.checkpoints.train_state import RUN_FILE, read_run
+from longctx_patch.checkpoints.fingerprint import RUN_FILE, read_run, samples_of
 from longctx_patch.families.load_config import load_model_config
 from longctx_patch.families.stored_tensors import INDEX, files_of_index
 from longctx_patch.recipes.adapter import AdapterOverBase, load_adapter_config

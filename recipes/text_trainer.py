@@ -18,7 +18,7 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from longctx_patch import LongContextTrainerMixin, PatchHandle
 from longctx_patch.checkpoints.signals import StopSignals
-from longctx_patch.checkpoints.train_state import read_whole_weights
+from longctx_patch.checkpoints.states import read_whole_weights
 from longctx_patch.health.pace import PaceCheck
 from longctx_patch.health.watchdog import Watchdog
 from longctx_patch.health.where import Pass, source_of

@@ -34,6 +34,7 @@ from longctx_patch.recipes.callbacks import (
     RunFileCallback,
     StagesCallback,
     StopCallback,
+    say_stopped,
 )
 from longctx_patch.recipes.context_steps import ContextStepsCallback, asked_of, check_tasks
 from longctx_patch.recipes.exporting import write_final
@@ -169,18 +170,14 @@ def train(
     with stop, explained_run(settings, args, trainer, compares=method.compares):
         trainer.train(resume_from_checkpoint=str(resumed) if resumed else None)
     if stop.agreed:
-        step = trainer.state.global_step
-        words = stop.words(step, checkpoints_of(output).path_of(step))
-        trainer.accelerator.print(words, flush=True)
+        say_stopped(trainer, stop)
         trainer.unpatch()
         return trainer
     write_final(
-        trainer.accelerator,
-        trainer.model_wrapped,
+        trainer,
         trainer.processing_class,
         output,
         seed=args.seed,
-        step=trainer.state.global_step,
         config=trainer.model.config,
         card=partial(model_card, method, settings, trainer),
         run=with_weights(inputs.run, settings.model),

@@ -26,7 +26,22 @@ UNKNOWN_REVISION = "a revision that the hub did not tell"
 HUB_TIMEOUT_S = 20.0
 SAMPLE_BYTES = 1 << 20
 
+RUN_FILE = "run.json"
+"""A checkpoint's file with the fingerprint of its run."""
+
 Fingerprint = Mapping[str, Any]
+
+
+def write_run(folder: Path, step: int, run: Fingerprint) -> None:
+    """Write `run.json`: the step, and the run's fingerprint."""
+    content = json.dumps({"step": step, "fingerprint": run}, indent=2, allow_nan=False)
+    (folder / RUN_FILE).write_text(content, encoding="utf-8")
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """What `write_run` has written."""
+    found: dict[str, Any] = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
+    return found
 
 
 @dataclass(frozen=True)

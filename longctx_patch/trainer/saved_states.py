@@ -19,13 +19,13 @@ from transformers import PreTrainedModel
 from transformers.trainer import SCHEDULER_NAME
 
 from longctx_patch.checkpoints.background import BesideTraining, whole_bytes
-from longctx_patch.checkpoints.states import write_states
-from longctx_patch.checkpoints.train_state import (
+from longctx_patch.checkpoints.states import (
     load_tensors,
     load_weights,
     read_whole_weights,
     tensors_of,
     weights_of,
+    write_states,
 )
 from longctx_patch.health.progress import TimeLimits
 from longctx_patch.health.watchdog import Watchdog

@@ -12,8 +12,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, get_scheduler, set_s
 
 from longctx_patch.checkpoints.background import BesideTraining, whole_bytes
 from longctx_patch.checkpoints.manifest import begin, seal
-from longctx_patch.checkpoints.states import write_states
-from longctx_patch.checkpoints.train_state import load_tensors, read_whole_weights, tensors_of
+from longctx_patch.checkpoints.states import (
+    load_tensors,
+    read_whole_weights,
+    tensors_of,
+    write_states,
+)
 from longctx_patch.recipes.exporting import write_model
 from longctx_patch.recipes.models import byte_tokenizer
 from longctx_patch.rules.together import of_all_ranks, own_rank
