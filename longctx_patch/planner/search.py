@@ -15,7 +15,6 @@ from longctx_patch.planner.job import Candidate, Job
 from longctx_patch.planner.layer_bytes import BF16
 from longctx_patch.planner.machines import GIB
 from longctx_patch.planner.recurrent_cost import (
-    RecurrencePrediction,
     RecurrentWork,
     predict_decided,
 )
@@ -27,7 +26,6 @@ from longctx_patch.planner.step_memory import (
     predict_memory,
 )
 from longctx_patch.planner.step_time import Attention, StepTime, predict_attention, predict_time
-from longctx_patch.plans.generators.setting import Setting
 from longctx_patch.plans.recurrent import RecurrentExchange
 from longctx_patch.rules.number_rules import MOST_TOKENS
 from longctx_patch.sequence.documents import Documents
@@ -204,37 +202,6 @@ def _recurrent_work(job: Job) -> RecurrentWork | None:
     return None if shape is None else RecurrentWork(shape, Documents.one(job.seq_len))
 
 
-def setting_of(
-    job: Job,
-    ulysses: int,
-    ring: int,
-    attention_kept: float = 1.0,
-    layout: LayoutName | None = None,
-) -> Setting:
-    """What `auto` takes, by default in the layout that goes with the share of tokens kept."""
-    config = _config(ulysses, ring, attention_kept, layout)
-    return decide(config, job.workload, job.cluster.seen_by(ulysses * ring))
-
-
-def _config(
-    ulysses: int, ring: int, attention_kept: float, layout: LayoutName | None
-) -> LongContextConfig:
-    return LongContextConfig(
-        ulysses_degree=ulysses,
-        ring_degree=ring,
-        layout=layout,
-        checkpoint="attention",
-        attention_kept=attention_kept,
-    )
-
-
-def _recurrence_of(job: Job, config: LongContextConfig) -> RecurrencePrediction | None:
-    """What the recurrence of one layer takes by the way that the config would go, if there is
-    one."""
-    work, degree = _recurrent_work(job), config.sequence_degree
-    return None if work is None else predict_decided(config, work, job.cluster.seen_by(degree))
-
-
 def _of_way(job: Job, way: Way) -> Iterator[Result]:
     """All that layers may keep, recompute and move to the host, for one way to share a row."""
     tiled = usual_tiles(job, way.ulysses * way.ring)
@@ -282,9 +249,19 @@ def result_of(
     layout: LayoutName | None = None,
     recurrent_exchange: RecurrentExchange = "auto",
 ) -> Result:
-    """What one configuration takes. Under `auto`, as in `memory/auto.py`, as many layers climb as
-    fit, unless `policies` are given. Raises ValueError if these aren't one for each layer."""
-    setting = setting_of(job, ulysses, ring, attention_kept, layout)
+    """What one configuration takes, by default in the layout that goes with the share of tokens
+    kept. Under `auto`, as in `memory/auto.py`, as many layers climb as fit, unless `policies` are
+    given. Raises ValueError if these aren't one for each layer."""
+    config = LongContextConfig(
+        ulysses_degree=ulysses,
+        ring_degree=ring,
+        layout=layout,
+        checkpoint=checkpoint,
+        attention_kept=attention_kept,
+        recurrent_exchange=recurrent_exchange,
+    )
+    hardware, work = job.cluster.seen_by(ulysses * ring), _recurrent_work(job)
+    setting = decide(config, job.workload, hardware)
     num_layers, attention = job.shape.num_layers, predict_attention(job, setting)
     if policies is not None and len(policies) != num_layers:
         raise ValueError(f"{len(policies)} policies for {num_layers} layers: give one for each.")
@@ -295,14 +272,7 @@ def result_of(
         mlp_tiles=mlp_tiles,
         attention_kept=attention_kept,
         offload_states=offload_states,
-        recurrence=_recurrence_of(
-            job,
-            replace(
-                _config(ulysses, ring, attention_kept, layout),
-                checkpoint=checkpoint,
-                recurrent_exchange=recurrent_exchange,
-            ),
-        ),
+        recurrence=None if work is None else predict_decided(config, work, hardware),
     )
     if not POLICIES[checkpoint].chooses_by_layer or policies:
         return _result(job, start, attention)

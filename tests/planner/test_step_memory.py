@@ -1,6 +1,7 @@
 """Predicted bytes by component: their sums and signs, and which settings take less."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -9,7 +10,7 @@ from longctx_patch.memory.policies import CheckpointPolicy
 from longctx_patch.planner.job import Job
 from longctx_patch.planner.layer_bytes import layer_bytes
 from longctx_patch.planner.machines import GIB
-from longctx_patch.planner.search import result_of, search, setting_of
+from longctx_patch.planner.search import result_of, search
 from longctx_patch.planner.step_memory import states
 from longctx_patch.planner.step_time import predict_attention
 from tests.planner.jobs import candidate, llama_job, llama_shape
@@ -114,7 +115,7 @@ def test_what_is_not_kept_of_attention_leaves_gpu_and_host(share: float) -> None
     assert host.host_bytes == 32 * 2**20 * per_token
     assert kept.memory.checkpoints == 31 * 2**18 * per_token
     whole = result_of(job, ulysses=4, ring=1, checkpoint="attention")
-    forward = predict_attention(job, setting_of(job, 4, 1)).forward.makespan_s
+    forward = predict_attention(job, whole.candidate.setting).forward.makespan_s
     again = kept.time.attention - whole.time.attention
     assert again == pytest.approx(32 * (1 - share) ** 2 * forward)
 
@@ -143,7 +144,8 @@ def test_weights_of_four_bits_are_an_adapters_and_whole_on_each_gpu() -> None:
 
 def test_a_share_has_the_plans_of_its_layout_and_lies_beside_the_recompute() -> None:
     job = llama_job("4xH200", 2**17)
-    plans = {share: setting_of(job, 1, 4, share).plan for share in (1.0, 0.5)}
+    ring = partial(result_of, job, ulysses=1, ring=4, checkpoint="attention")
+    plans = {share: ring(attention_kept=share).candidate.setting.plan for share in (1.0, 0.5)}
     assert plans[0.5] != plans[1.0]
     assert plans[0.5] in ("striped", "burst", "double_ring")
     layers = {
