@@ -9,7 +9,7 @@ from itertools import product
 from longctx_patch.config import LongContextConfig
 from longctx_patch.memory.ladder import after_climbs
 from longctx_patch.memory.limits import MARGIN, RESERVE, tiles_that_fit
-from longctx_patch.memory.policies import POLICIES, CheckpointPolicy, LayerPolicy, Policy
+from longctx_patch.memory.policies import POLICIES, CheckpointPolicy, Policy
 from longctx_patch.planner.degrees import TIE, Way, best_way, decide
 from longctx_patch.planner.job import Candidate, Job
 from longctx_patch.planner.layer_bytes import BF16
@@ -245,13 +245,11 @@ def result_of(
     attention_kept: float = 1.0,
     mlp_tiles: int = 1,
     offload_states: bool = False,
-    policies: tuple[LayerPolicy, ...] | None = None,
     layout: LayoutName | None = None,
     recurrent_exchange: RecurrentExchange = "auto",
 ) -> Result:
     """What one configuration takes, by default in the layout that goes with the share of tokens
-    kept. Under `auto`, as in `memory/auto.py`, as many layers climb as fit, unless `policies` are
-    given. Raises ValueError if these aren't one for each layer."""
+    kept. Under `auto`, as in `memory/auto.py`, as many layers climb as fit."""
     config = LongContextConfig(
         ulysses_degree=ulysses,
         ring_degree=ring,
@@ -263,18 +261,16 @@ def result_of(
     hardware, work = job.cluster.seen_by(ulysses * ring), _recurrent_work(job)
     setting = decide(config, job.workload, hardware)
     num_layers, attention = job.shape.num_layers, predict_attention(job, setting)
-    if policies is not None and len(policies) != num_layers:
-        raise ValueError(f"{len(policies)} policies for {num_layers} layers: give one for each.")
     start = Candidate(
         setting=setting,
         checkpoint=checkpoint,
-        policies=policies or (POLICIES[checkpoint].rungs[0],) * num_layers,
+        policies=(POLICIES[checkpoint].rungs[0],) * num_layers,
         mlp_tiles=mlp_tiles,
         attention_kept=attention_kept,
         offload_states=offload_states,
         recurrence=None if work is None else predict_decided(config, work, hardware),
     )
-    if not POLICIES[checkpoint].chooses_by_layer or policies:
+    if not POLICIES[checkpoint].chooses_by_layer:
         return _result(job, start, attention)
 
     def climbed(number: int) -> Result:

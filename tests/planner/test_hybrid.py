@@ -11,7 +11,7 @@ from longctx_patch.memory.policies import CheckpointPolicy, LayerPolicy
 from longctx_patch.planner.layer_bytes import kept_bytes, layer_bytes
 from longctx_patch.planner.model_shape import LayerShape, shape_of
 from longctx_patch.planner.search import result_of, search
-from longctx_patch.planner.step_memory import host_bytes
+from longctx_patch.planner.step_memory import host_bytes, predict_memory
 from tests.hf.tiny import SUPPORTED, featured_config
 from tests.planner.jobs import candidate, hybrid_job, hybrid_shape
 from tests.planner.test_model_shape import assert_counts_are_of
@@ -60,16 +60,17 @@ def test_each_policy_meets_the_layer_that_has_it() -> None:
     """What is kept while the loss is computed is the sum over layers, in their order."""
     job = hybrid_job("H200", TOKENS, fsdp=False)
     policies: tuple[LayerPolicy, ...] = ("attention",) * 5 + ("none", "full", "none")
-    found = result_of(job, ulysses=1, ring=1, checkpoint="auto", policies=policies)
-    of_kind = {kind: layer_bytes(job, found.candidate, kind) for kind in job.shape.kinds}
+    chosen = result_of(job, ulysses=1, ring=1, checkpoint="auto").candidate
+    found = replace(chosen, policies=policies)
+    of_kind = {kind: layer_bytes(job, found, kind) for kind in job.shape.kinds}
     kept = sum(
-        kept_bytes(policy, found.candidate, of_kind[kind])
+        kept_bytes(policy, found, of_kind[kind])
         for kind, policy in zip(job.shape.layers, policies, strict=True)
     )
-    assert found.memory.checkpoints == TOKENS * kept
+    assert predict_memory(job, found, TOKENS, 0).checkpoints == TOKENS * kept
     net, attends = (of_kind[kind] for kind in kinds())
     assert (net.results, attends.results) == (0, 2 * 4096 + 4 * 16)
-    assert kept_bytes("attention", found.candidate, net) == 2 * 4096  # a recompute runs it again
+    assert kept_bytes("attention", found, net) == 2 * 4096  # a recompute runs it again
     assert net.whole > attends.whole
 
 

@@ -189,10 +189,3 @@ def test_weights_in_float32_on_one_gpu_take_twice_and_their_copies() -> None:
         ]
         more = sum(states(of_two[1])) - sum(states(of_two[0]))
         assert more == (narrow.shape.num_weights if lora else 0)  # 2 bytes per weight, over 2 GPUs
-
-
-def test_policies_are_one_for_each_layer() -> None:
-    with pytest.raises(ValueError, match="1 policies for 32 layers: give one for each"):
-        result_of(
-            llama_job("4xH200", 131072), ulysses=4, ring=1, checkpoint="auto", policies=("none",)
-        )
