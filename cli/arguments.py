@@ -223,11 +223,11 @@ def _check_divides(degree: int, num_ranks: int, ulysses: int | None, ring: int |
             )
 
 
-def gone_option(name: str, instead: str, *, is_flag: bool = False) -> Callable[[Any], Any]:
+def gone_option(name: str, instead: str) -> Callable[[Any], Any]:
     """An option that is refused by name, with what to do instead."""
 
     def refuse(context: click.Context, option: click.Parameter, value: object) -> None:
         if value:
             raise click.UsageError(f"{name} is gone: {instead}.", context)
 
-    return click.option(name, hidden=True, expose_value=False, is_flag=is_flag, callback=refuse)
+    return click.option(name, hidden=True, expose_value=False, callback=refuse)

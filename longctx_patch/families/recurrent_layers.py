@@ -18,20 +18,14 @@ class RecurrentLayers(NamedTuple):
     """None: they are short convolutions alone."""
 
 
-def recurrent_layers(config: Any, *, batch: int = 1, itemsize: int = 2) -> RecurrentLayers | None:
-    """The recurrent layers of a supported model; None if it has none.
-
-    Args:
-        config: of transformers.
-        batch: rows of a batch.
-        itemsize: bytes of a number in the model's dtype.
-    """
+def recurrent_layers(config: Any) -> RecurrentLayers | None:
+    """The recurrent layers of a supported model, by its config; None if it has none. Sizes are
+    those of a row in 16 bits."""
     config = text_config(config)
     number, kind = ModelFacts.of(config).num_recurrent, _kind_of(config)
     if not number or kind is None:
         return None
-    shape = None if kind.shape is None else kind.shape(config, batch, itemsize)
-    return RecurrentLayers(number, shape)
+    return RecurrentLayers(number, None if kind.shape is None else kind.shape(config))
 
 
 def kernel_packages(config: Any) -> tuple[str, ...]:
@@ -41,7 +35,7 @@ def kernel_packages(config: Any) -> tuple[str, ...]:
     return () if kind is None else kind.packages
 
 
-def _delta_rule(config: Any, batch: int, itemsize: int) -> RecurrentShape:
+def _delta_rule(config: Any) -> RecurrentShape:
     by_channel = given(config, "linear_num_heads") is not None  # Kimi Linear
     heads, dim = ("linear_num_heads", "linear_head_dim") if by_channel else ("", "")
     return RecurrentShape(
@@ -50,12 +44,10 @@ def _delta_rule(config: Any, batch: int, itemsize: int) -> RecurrentShape:
         num_groups=getattr(config, heads or "linear_num_key_heads"),
         key_dim=getattr(config, dim or "linear_key_head_dim"),
         value_dim=getattr(config, dim or "linear_value_head_dim"),
-        batch=batch,
-        itemsize=itemsize,
     )
 
 
-def _state_space(config: Any, batch: int, itemsize: int) -> RecurrentShape:
+def _state_space(config: Any) -> RecurrentShape:
     """Nemotron-H and Zamba 2 have names of their own."""
 
     def size(*names: str) -> int:
@@ -67,15 +59,13 @@ def _state_space(config: Any, batch: int, itemsize: int) -> RecurrentShape:
         num_groups=size("mamba_n_groups", "n_groups", "mamba_ngroups"),
         key_dim=size("mamba_d_state", "ssm_state_size"),
         value_dim=size("mamba_d_head", "mamba_head_dim", "mamba_headdim"),
-        batch=batch,
-        itemsize=itemsize,
     )
 
 
 class _Kind(NamedTuple):
     packages: tuple[str, ...]
     """What its kernels need, by pip's names."""
-    shape: Callable[[Any, int, int], RecurrentShape] | None = None
+    shape: Callable[[Any], RecurrentShape] | None = None
     """Reads the sizes of its recurrence from a config; None: it has none."""
 
 

@@ -138,11 +138,10 @@ def best_way(
     layers: Mapping[Workload, float],
     hardware: Hardware,
     degree: int,
-    config: LongContextConfig = PLAIN,
     recurrent: Mapping[RecurrentWork, float] = NO_RECURRENCE,
 ) -> Way:
     """The way that the cost model takes; the arguments are those of `costs_of_ways`."""
-    return preferred(costs_of_ways(layers, hardware, degree, config, recurrent))
+    return preferred(costs_of_ways(layers, hardware, degree, recurrent=recurrent))
 
 
 def costs_of_ways(

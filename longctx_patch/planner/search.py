@@ -25,7 +25,7 @@ from longctx_patch.planner.step_memory import (
     loading_bytes,
     predict_memory,
 )
-from longctx_patch.planner.step_time import Attention, StepTime, predict_attention, predict_time
+from longctx_patch.planner.step_time import StepTime, predict_attention, predict_time
 from longctx_patch.plans.recurrent import RecurrentExchange
 from longctx_patch.rules.number_rules import MOST_TOKENS
 from longctx_patch.sequence.documents import Documents
@@ -190,10 +190,8 @@ def _ways(job: Job) -> Iterator[Way]:
 def _best_way(job: Job, degree: int) -> Way:
     """The way that `longctx patch` takes for causal rows."""
     hardware, work, shape = job.cluster.seen_by(degree), _recurrent_work(job), job.shape
-    if work is None:
-        return best_way({job.workload: 1}, hardware, degree)
-    recurrent = {work: float(shape.num_recurrent)}
-    return best_way({job.workload: shape.num_attending}, hardware, degree, recurrent=recurrent)
+    recurrent = {} if work is None else {work: float(shape.num_recurrent)}
+    return best_way({job.workload: shape.num_attending}, hardware, degree, recurrent)
 
 
 def _recurrent_work(job: Job) -> RecurrentWork | None:
@@ -260,7 +258,7 @@ def result_of(
     )
     hardware, work = job.cluster.seen_by(ulysses * ring), _recurrent_work(job)
     setting = decide(config, job.workload, hardware)
-    num_layers, attention = job.shape.num_layers, predict_attention(job, setting)
+    num_layers = job.shape.num_layers
     start = Candidate(
         setting=setting,
         checkpoint=checkpoint,
@@ -271,10 +269,10 @@ def result_of(
         recurrence=None if work is None else predict_decided(config, work, hardware),
     )
     if not POLICIES[checkpoint].chooses_by_layer:
-        return _result(job, start, attention)
+        return result_with(job, start)
 
     def climbed(number: int) -> Result:
-        return _result(job, replace(start, policies=after_climbs(number, num_layers)), attention)
+        return result_with(job, replace(start, policies=after_climbs(number, num_layers)))
 
     # A climb takes memory of the GPU and gives some of the host back.
     usable = usable_bytes(job)
@@ -296,7 +294,9 @@ def usual_tiles(job: Job, degree: int) -> int:
     return tiles_that_fit(inner * tokens_of_a_rank(job, degree), memory)
 
 
-def _result(job: Job, candidate: Candidate, attention: Attention) -> Result:
+def result_with(job: Job, candidate: Candidate) -> Result:
+    """What a candidate takes."""
+    attention = predict_attention(job, candidate.setting)
     tokens = tokens_of_a_rank(job, candidate.sequence_degree)
     memory = predict_memory(job, candidate, tokens, attention.buffer_bytes)
     on_host, loading = host_bytes(job, candidate, tokens), loading_bytes(job, candidate)

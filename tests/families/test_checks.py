@@ -108,7 +108,7 @@ def test_sizes_are_those_of_the_weights(family: str) -> None:
     with torch.device("meta"):
         model = featured_model(family)
     modules = transformers_api.recurrent_modules(model)
-    layers = recurrent_layers(model.config, batch=3, itemsize=2)
+    layers = recurrent_layers(model.config)
     assert layers is not None
     assert layers.num_layers == len(modules)
     decays = {n: w for n, w in modules[0].named_parameters() if n.endswith(("A_log", "dt_bias"))}

@@ -18,7 +18,7 @@ from longctx_patch import LongContextConfig
 from longctx_patch.planner.job import Job, parse_cluster
 from longctx_patch.planner.machines import GIB
 from longctx_patch.planner.model_shape import shape_of
-from longctx_patch.planner.search import Result, result_of, usual_tiles
+from longctx_patch.planner.search import Result, result_of, result_with, usual_tiles
 from tests.planner.cudnn import with_kernel
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +66,7 @@ class Measured(NamedTuple):
             clips=self.is_recipe,
             **asked,
         )
-        return result_of(
+        found = result_of(
             job,
             ulysses=config.ulysses_degree,
             ring=config.ring_degree,
@@ -74,14 +74,13 @@ class Measured(NamedTuple):
             attention_kept=config.attention_kept,
             offload_states=self.states_on_host,
             mlp_tiles=config.mlp_tiles or usual_tiles(job, config.sequence_degree),
-            policies=self._policies() or None,
             layout=config.layout,
             recurrent_exchange=config.recurrent_exchange,
         )
-
-    def _policies(self) -> tuple[Any, ...]:
         words = self.policies.split()
-        return tuple(x for n, x in zip(words[::2], words[1::2], strict=True) for _ in range(int(n)))
+        pairs: Any = zip(words[::2], words[1::2], strict=True)
+        policies = tuple(policy for number, policy in pairs for _ in range(int(number)))
+        return result_with(job, replace(found.candidate, policies=policies)) if policies else found
 
     def line(self) -> str:
         """The row's line in such a table."""

@@ -44,7 +44,7 @@ def test_what_is_large_is_exchanged_again_on_every_rank(
     monkeypatch.setattr(chain, "KEPT_AT_MOST", limit)
     model: Any = featured_model(FAMILY)
     wanted = stock_step(featured_model(FAMILY), (43,))
-    layers = recurrent_layers(model.config, itemsize=4)
+    layers = recurrent_layers(model.config)
     assert layers is not None
     watch(model)
 

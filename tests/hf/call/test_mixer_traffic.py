@@ -112,7 +112,9 @@ def layer_traffic(
     found = convolution_traffic(mixer, row)
     if layers.recurrence is None:
         return list(found)
-    of_recurrence = recurrence_traffic(layers.recurrence, row, way)
+    itemsize = next(mixer.parameters()).itemsize
+    shape = replace(layers.recurrence, itemsize=itemsize)
+    of_recurrence = recurrence_traffic(shape, row, way)
     return [a.plus(b) for a, b in zip(found, of_recurrence, strict=True)]
 
 
@@ -124,7 +126,7 @@ def test_each_layer_sends_what_its_config_says(case: Case) -> None:
     if options.get("ulysses_degree", 1) > 1:
         options["recurrent_exchange"] = case.way
     model: Any = featured_model(case.family).to(case.dtype)
-    layers = recurrent_layers(model.config, itemsize=case.dtype.itemsize)
+    layers = recurrent_layers(model.config)
     assert layers is not None
     watch(model)
 
