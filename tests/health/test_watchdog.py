@@ -36,6 +36,15 @@ class Ends:
         self.came.set()
 
 
+@pytest.fixture(autouse=True)
+def ended_children(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """Notes when this process's children would be ended: one is the server that other tests fork
+    their processes from."""
+    calls: list[None] = []
+    monkeypatch.setattr(last_words, "kill_children", lambda: calls.append(None))
+    return calls
+
+
 def watching(ends: Ends, folder: Path | None, limits: TimeLimits = SHORT) -> Watchdog:
     return Watchdog(limits, folder=folder, interval_s=0.02, end=ends)
 
@@ -51,9 +60,10 @@ def codes_at_the_end(folder: Path | None, limits: TimeLimits = SHORT, done: int 
 
 
 def test_a_step_that_takes_too_long_ends_the_process_with_a_record(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ended_children: list[None]
 ) -> None:
     assert codes_at_the_end(tmp_path / "flight", done=6) == [1]
+    assert len(ended_children) == 1
     record = json.loads((tmp_path / "flight" / "rank_0.json").read_text())
     assert record["reason"] == "step 7 has taken longer than its limit of 0 s on rank 0"
     assert (record["rank"], record["step"], record["phase"]) == (0, 7, "step")
