@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from longctx_patch.planner.advice import advice, cluster_here
 from longctx_patch.planner.job import Cluster, Job, WeightsDtype
 from longctx_patch.planner.machines import GIB
 from longctx_patch.planner.model_shape import shape_of
-from longctx_patch.planner.search import Result, result_of, usual_tiles
+from longctx_patch.planner.search import Result, result_of
 from longctx_patch.plugin import states_on_host
 from longctx_patch.recipes.settings import Settings
 
@@ -114,18 +115,15 @@ def predict_run(
             "torch_recurrence=True: what torch's functions keep of recurrent layers is not "
             "predicted, which is much more than their kernels keep."
         )
-    return result_of(
-        job,
-        ulysses=parallelism.ulysses_degree,
-        ring=parallelism.ring_degree,
-        checkpoint=parallelism.checkpoint,
-        attention_kept=parallelism.attention_kept,
-        offload_states=states_on_host,
-        mlp_tiles=parallelism.mlp_tiles or usual_tiles(job, parallelism.sequence_degree),
+    predicted = replace(
+        parallelism,
         # Chains of states depend on the layout. Attention alone is predicted in that of `auto`.
         layout=parallelism.layout if job.shape.num_recurrent else None,
-        recurrent_exchange=parallelism.recurrent_exchange,
+        plan="auto",
+        backward_plan="auto",
+        ranks_per_node=None,
     )
+    return result_of(job, predicted, offload_states=states_on_host)
 
 
 def job_of(

@@ -9,7 +9,7 @@ from itertools import product
 from longctx_patch.config import LongContextConfig
 from longctx_patch.memory.ladder import after_climbs
 from longctx_patch.memory.limits import MARGIN, RESERVE, tiles_that_fit
-from longctx_patch.memory.policies import POLICIES, CheckpointPolicy, Policy
+from longctx_patch.memory.policies import POLICIES, Policy
 from longctx_patch.planner.degrees import TIE, Way, best_way, decide
 from longctx_patch.planner.job import Candidate, Job
 from longctx_patch.planner.layer_bytes import BF16
@@ -26,10 +26,8 @@ from longctx_patch.planner.step_memory import (
     predict_memory,
 )
 from longctx_patch.planner.step_time import StepTime, predict_attention, predict_time
-from longctx_patch.plans.recurrent import RecurrentExchange
 from longctx_patch.rules.number_rules import MOST_TOKENS
 from longctx_patch.sequence.documents import Documents
-from longctx_patch.sequence.layout import LayoutName
 
 CONTEXT_BYTES = 2.5 * GIB
 """What CUDA, NCCL and kernels take of a GPU's memory for themselves."""
@@ -215,15 +213,8 @@ def _of_way(job: Job, way: Way) -> Iterator[Result]:
     for mlp_tiles, offload_states, (policy, share) in product(
         sorted({1, tiled}), (False, True) if job.fsdp else (False,), kept
     ):
-        yield result_of(
-            job,
-            ulysses=way.ulysses,
-            ring=way.ring,
-            checkpoint=policy,
-            attention_kept=share,
-            mlp_tiles=mlp_tiles,
-            offload_states=offload_states,
-        )
+        config = LongContextConfig(checkpoint=policy, attention_kept=share, mlp_tiles=mlp_tiles)
+        yield result_of(job, way.applied_to(config), offload_states=offload_states)
 
 
 def _shares(policy: Policy) -> tuple[float, ...]:
@@ -234,37 +225,18 @@ def _shares(policy: Policy) -> tuple[float, ...]:
     return (1.0, 0.5, 0.0) if policy.on_host else (1.0, 0.5)
 
 
-def result_of(
-    job: Job,
-    *,
-    ulysses: int,
-    ring: int,
-    checkpoint: CheckpointPolicy,
-    attention_kept: float = 1.0,
-    mlp_tiles: int = 1,
-    offload_states: bool = False,
-    layout: LayoutName | None = None,
-    recurrent_exchange: RecurrentExchange = "auto",
-) -> Result:
-    """What one configuration takes, by default in the layout that goes with the share of tokens
-    kept. Under `auto`, as in `memory/auto.py`, as many layers climb as fit."""
-    config = LongContextConfig(
-        ulysses_degree=ulysses,
-        ring_degree=ring,
-        layout=layout,
-        checkpoint=checkpoint,
-        attention_kept=attention_kept,
-        recurrent_exchange=recurrent_exchange,
-    )
-    hardware, work = job.cluster.seen_by(ulysses * ring), _recurrent_work(job)
+def result_of(job: Job, config: LongContextConfig, *, offload_states: bool = False) -> Result:
+    """What a config takes. Under `auto`, as in `memory/auto.py`, as many layers climb as fit."""
+    degree, checkpoint = config.sequence_degree, config.checkpoint
+    hardware, work = job.cluster.seen_by(degree), _recurrent_work(job)
     setting = decide(config, job.workload, hardware)
     num_layers = job.shape.num_layers
     start = Candidate(
         setting=setting,
         checkpoint=checkpoint,
         policies=(POLICIES[checkpoint].rungs[0],) * num_layers,
-        mlp_tiles=mlp_tiles,
-        attention_kept=attention_kept,
+        mlp_tiles=config.mlp_tiles or usual_tiles(job, degree),
+        attention_kept=config.attention_kept,
         offload_states=offload_states,
         recurrence=None if work is None else predict_decided(config, work, hardware),
     )

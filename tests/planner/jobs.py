@@ -6,8 +6,11 @@ from typing import Any
 import tests.benchmarks  # puts the scripts' folder on the path  # noqa: F401  # isort: skip
 from model_shapes import MODELS, model_config
 
+from longctx_patch.config import LongContextConfig
+from longctx_patch.planner import search
 from longctx_patch.planner.job import Candidate, Job, parse_cluster
 from longctx_patch.planner.model_shape import ModelShape, shape_of
+from longctx_patch.planner.search import Result
 from longctx_patch.plans.generators.setting import Setting
 
 LLAMA_8B = {name: value for name, value in MODELS["llama-8b"].items() if name != "model_type"}
@@ -46,3 +49,19 @@ def llama_job(
         seq_len=seq_len,
         **job,
     )
+
+
+def result_of(
+    job: Job,
+    *,
+    ulysses: int,
+    ring: int,
+    mlp_tiles: int = 1,
+    offload_states: bool = False,
+    **options: Any,
+) -> Result:
+    """What a config of these degrees and options takes, by default with whole MLPs."""
+    config = LongContextConfig(
+        ulysses_degree=ulysses, ring_degree=ring, mlp_tiles=mlp_tiles, **options
+    )
+    return search.result_of(job, config, offload_states=offload_states)

@@ -18,7 +18,7 @@ from longctx_patch import LongContextConfig
 from longctx_patch.planner.job import Job, parse_cluster
 from longctx_patch.planner.machines import GIB
 from longctx_patch.planner.model_shape import shape_of
-from longctx_patch.planner.search import Result, result_of, result_with, usual_tiles
+from longctx_patch.planner.search import Result, result_of, result_with
 from tests.planner.cudnn import with_kernel
 
 ROOT = Path(__file__).parents[2]
@@ -66,17 +66,7 @@ class Measured(NamedTuple):
             clips=self.is_recipe,
             **asked,
         )
-        found = result_of(
-            job,
-            ulysses=config.ulysses_degree,
-            ring=config.ring_degree,
-            checkpoint=config.checkpoint,
-            attention_kept=config.attention_kept,
-            offload_states=self.states_on_host,
-            mlp_tiles=config.mlp_tiles or usual_tiles(job, config.sequence_degree),
-            layout=config.layout,
-            recurrent_exchange=config.recurrent_exchange,
-        )
+        found = result_of(job, config, offload_states=self.states_on_host)
         words = self.policies.split()
         pairs: Any = zip(words[::2], words[1::2], strict=True)
         policies = tuple(policy for number, policy in pairs for _ in range(int(number)))

@@ -6,8 +6,7 @@ import pytest
 
 from longctx_patch.planner.job import gpus_together, parse_cluster
 from longctx_patch.planner.machines import MACHINES
-from longctx_patch.planner.search import result_of
-from tests.planner.jobs import llama_job
+from tests.planner.jobs import llama_job, result_of
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from longctx_patch.planner.job import nearest_multiples
-from longctx_patch.planner.search import Result, result_of
+from longctx_patch.planner.search import Result
 from longctx_patch.planner.step_memory import states
-from tests.planner.jobs import llama_job
+from tests.planner.jobs import llama_job, result_of
 
 ONCE = ("optimizer", "idle")
 """Parts of a step that come once, whatever the number of its forwards."""

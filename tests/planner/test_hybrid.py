@@ -10,10 +10,10 @@ from longctx_patch.families.family import DELTA
 from longctx_patch.memory.policies import CheckpointPolicy, LayerPolicy
 from longctx_patch.planner.layer_bytes import kept_bytes, layer_bytes
 from longctx_patch.planner.model_shape import LayerShape, shape_of
-from longctx_patch.planner.search import result_of, search
+from longctx_patch.planner.search import search
 from longctx_patch.planner.step_memory import host_bytes, predict_memory
 from tests.hf.tiny import SUPPORTED, featured_config
-from tests.planner.jobs import candidate, hybrid_job, hybrid_shape
+from tests.planner.jobs import candidate, hybrid_job, hybrid_shape, result_of
 from tests.planner.test_model_shape import assert_counts_are_of
 
 TOKENS = 2**16

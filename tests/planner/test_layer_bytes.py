@@ -16,11 +16,10 @@ from longctx_patch.memory.policies import LayerPolicy
 from longctx_patch.planner.job import Job, parse_cluster
 from longctx_patch.planner.layer_bytes import BF16, FP32, LayerBytes, layer_bytes
 from longctx_patch.planner.model_shape import shape_of
-from longctx_patch.planner.search import result_of
 from tests.hf.tiny import tiny_model
 from tests.memory.live_bytes import LiveBytes
 from tests.memory.trained import Trained
-from tests.planner.jobs import candidate
+from tests.planner.jobs import candidate, result_of
 
 LENGTH = 96
 ROWS = 2  # of `token_rows`

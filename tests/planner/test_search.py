@@ -13,10 +13,10 @@ from longctx_patch.planner import attention_cost as costs
 from longctx_patch.planner.degrees import TIE
 from longctx_patch.planner.job import Cluster, Job
 from longctx_patch.planner.machines import GIB, MACHINES
-from longctx_patch.planner.search import Result, longest, result_of, search, usable_bytes
+from longctx_patch.planner.search import Result, longest, search, usable_bytes
 from longctx_patch.planner.step_memory import LAYER_OBJECTS_BYTES, predict_memory
 from longctx_patch.planner.step_time import predict_attention
-from tests.planner.jobs import llama_job
+from tests.planner.jobs import llama_job, result_of
 
 NOTHING = Cluster(hardware=replace(MACHINES["h200"], memory_bytes=3 * GIB), num_gpus=1)
 

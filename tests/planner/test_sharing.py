@@ -7,9 +7,9 @@ import pytest
 
 from longctx_patch.planner.advice import fastest
 from longctx_patch.planner.degrees import TIE
-from longctx_patch.planner.search import Result, left_out, possible_degrees, result_of, search
+from longctx_patch.planner.search import Result, left_out, possible_degrees, search
 from longctx_patch.planner.step_time import StepTime
-from tests.planner.jobs import llama_job
+from tests.planner.jobs import llama_job, result_of
 
 IDLE = StepTime(**dict.fromkeys((part.name for part in fields(StepTime)), 0.0))
 

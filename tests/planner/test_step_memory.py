@@ -10,10 +10,10 @@ from longctx_patch.memory.policies import CheckpointPolicy
 from longctx_patch.planner.job import Job
 from longctx_patch.planner.layer_bytes import layer_bytes
 from longctx_patch.planner.machines import GIB
-from longctx_patch.planner.search import result_of, search
+from longctx_patch.planner.search import search
 from longctx_patch.planner.step_memory import states
 from longctx_patch.planner.step_time import predict_attention
-from tests.planner.jobs import candidate, llama_job, llama_shape
+from tests.planner.jobs import candidate, llama_job, llama_shape, result_of
 
 
 def peak(job: Job, checkpoint: CheckpointPolicy, degree: int | None = None) -> float:
