@@ -130,9 +130,7 @@ def decide(model: str, options: PatchOptions) -> Decisions:
         check_apart(options.folder, sources)
     task = choose_task(options)
     options.check()
-    cluster = cluster_of(
-        options.gpus, options.num_gpus, options.nodes, host_gib=options.host_gib, cpu=options.cpu
-    )
+    cluster = cluster_of(options)
     config = load_model_config(model)
     check_model_config(config, LongContextConfig())
     models.check_weights(model)

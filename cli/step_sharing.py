@@ -283,15 +283,15 @@ def _why_fastest(best: Result, results: list[Result]) -> str:
     return f"of {rows}, {degree} per row predicted fastest ({best.time.total:.3g} s)"
 
 
-def cluster_of(
-    gpus: str, num_gpus: int, nodes: int, *, host_gib: float | None, cpu: bool
-) -> Cluster | None:
-    """The GPUs that --gpus names, spread evenly over `nodes` machines; None if it names no kind.
+def cluster_of(options: PatchOptions) -> Cluster | None:
+    """The GPUs that --gpus names, spread evenly over the machines; None if it names no kind.
 
-    Raises ValueError for more GPUs than a machine has, and for a `host_gib` where nothing is
+    Raises ValueError for more GPUs than a machine has, and for --host-gib where nothing is
     predicted that could be compared with it.
     """
-    if gpus.isdigit() or cpu:
+    gpus, num_gpus, nodes = options.gpus, options.num_gpus, options.nodes
+    host_gib = options.host_gib
+    if gpus.isdigit() or options.cpu:
         if host_gib is not None:
             raise ValueError(
                 f"--host-gib {host_gib:g}: predictions are checked against it. Name the kind of "
