@@ -87,11 +87,7 @@ class ContextScores:
             given = {field.name: found[field.name] for field in fields(cls)}
             by_position, ppl = given["loss_by_position"], given["longppl"]
             tasks = {
-                name: TaskScores(
-                    scoring=task["scoring"],
-                    note=task["note"],
-                    cells=tuple(Cell(**cell) for cell in task["cells"]),
-                )
+                name: TaskScores(**task | {"cells": tuple(Cell(**cell) for cell in task["cells"])})
                 for name, task in given["tasks"].items()
             }
             losses = by_position and {name: tuple(values) for name, values in by_position.items()}

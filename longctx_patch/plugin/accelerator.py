@@ -325,8 +325,6 @@ def _exact_fsdp_plugin(kwargs: dict[str, Any]) -> Any:
 
     precision = kwargs.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     policy = exact_mixed_precision(str(precision))
-    if policy is None:
-        return FullyShardedDataParallelPlugin(fsdp_version=2)
     return FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy=policy)
 
 
