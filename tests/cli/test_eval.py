@@ -145,6 +145,9 @@ def test_gpus_and_their_memory(
     asked: Callable[..., Any], model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "torch finds no GPU here" in asked(model, cpu=False)
+    (model / "accelerate.yaml").write_text("use_cpu: true\n")  # as a run on the CPU has it
+    assert asked(model, cpu=False)["models"]
+    (model / "accelerate.yaml").unlink()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert "3 GPUs to evaluate on, and torch finds 2" in asked(
         model, "--num-processes", 3, cpu=False
