@@ -2,7 +2,7 @@
 torch.distributed through Accelerate; and FSDP2 on the CPU, where Accelerate has it on GPUs only."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -10,6 +10,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin, PartialState
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -27,6 +28,29 @@ def run_launched(
     with held_ports(1) as (port,):
         job = (fn, num_processes, port, args)
         return run_distributed(_child, num_processes, *job, timeout_s=timeout_s)
+
+
+Job = tuple[Callable[..., Any], Sequence[Any]]
+"""A function that sets up the launched processes, as a recipe does, and its arguments."""
+
+
+def run_in_turn(num_processes: int, *jobs: Job, timeout_s: float = 240.0) -> list[list[Any]]:
+    """The jobs one after the other in the same processes; for each its results by rank."""
+    with held_ports(len(jobs)) as ports:
+        by_rank = run_launched(_in_turn, num_processes, jobs, ports, timeout_s=timeout_s)
+    return [list(found) for found in zip(*by_rank, strict=True)]
+
+
+def _in_turn(jobs: Sequence[Job], ports: Sequence[int]) -> list[Any]:
+    found = []
+    for (function, args), port in zip(jobs, ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        found.append(function(*args))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+    return found
 
 
 def _child(

@@ -5,7 +5,6 @@ test-families` runs this: it takes minutes, and other tests have a few of the fa
 """
 
 import os
-from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -17,9 +16,8 @@ from longctx_patch.cli.main import main
 from longctx_patch.recipes import finetune
 from longctx_patch.recipes.metrics import read_metrics
 from tests.hf.tiny import SUPPORTED, featured_model
-from tests.meeting import held_ports
-from tests.plugin.launched import run_launched, sharding_on_cpus
-from tests.recipes.test_sharded_reading import FSDP2, forget_accelerate
+from tests.plugin.launched import run_in_turn, sharding_on_cpus
+from tests.recipes.test_sharded_reading import FSDP2
 
 MODES = {"full": ["--full"], "lora": ["--lora"]}
 VOCABULARY, STEPS, LIMIT_S = 260, 2, 1500.0
@@ -62,20 +60,15 @@ def arguments(root: Path, job: Job) -> list[str]:
     return [*words, *MODES[mode]]
 
 
-def run_all(root: Path, jobs: Sequence[Job], shards: bool, ports: Sequence[int]) -> list[str]:
-    """What went wrong in each job, on this process; empty where nothing did."""
+def problem_of(root: Path, job: Job, shards: bool) -> str:
+    """What went wrong in a job, on this process; empty where nothing did."""
     os.environ |= FSDP2 if shards else {}
-    problems = []
-    for job, port in zip(jobs, ports, strict=True):
-        os.environ["MASTER_PORT"] = str(port)
-        with sharding_on_cpus() if shards else nullcontext(), redirect_stdout(StringIO()):
-            try:
-                finetune.main(arguments(root, job))
-                problems.append("")
-            except Exception as error:  # told apart by family in the tests
-                problems.append(f"{type(error).__name__}: {error}")
-        forget_accelerate()
-    return problems
+    with sharding_on_cpus() if shards else nullcontext(), redirect_stdout(StringIO()):
+        try:
+            finetune.main(arguments(root, job))
+        except Exception as error:  # told apart by family in the tests
+            return f"{type(error).__name__}: {error}"
+    return ""
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +79,9 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Job, str]]
     problems: dict[Job, str] = {}
     for ring in (1, 2):
         jobs = [(family, mode, ring) for family in SUPPORTED for mode in MODES]
-        with held_ports(len(jobs)) as ports:
-            found = run_launched(run_all, ring, root, jobs, ring > 1, ports, timeout_s=LIMIT_S)
-        for by_rank in zip(jobs, *found, strict=True):
-            problems[by_rank[0]] = "; ".join(filter(None, by_rank[1:]))
+        calls = ((problem_of, (root, job, ring > 1)) for job in jobs)
+        for job, by_rank in zip(jobs, run_in_turn(ring, *calls, timeout_s=LIMIT_S), strict=True):
+            problems[job] = "; ".join(filter(None, by_rank))
     return root, problems
 
 

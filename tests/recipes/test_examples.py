@@ -15,32 +15,24 @@ from transformers import AutoModelForCausalLM
 
 from longctx_patch.evaluation.tasks.make import make_samples
 from longctx_patch.evaluation.tasks.passkey import QUESTION, TASK
-from tests.meeting import held_ports
-from tests.plugin.launched import run_launched
-from tests.recipes.test_sharded_reading import forget_accelerate
+from tests.plugin.launched import run_in_turn, run_launched
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def run_both_ways(ports: list[int]) -> list[str]:
-    """What the example prints, without and with --packed. It compares losses by itself, and exits
-    with an error if they differ."""
-    found = []
-    for words, port in zip(([], ["--packed"]), ports, strict=True):
-        os.environ["MASTER_PORT"] = str(port)
-        sys.argv = ["loop.py", *words]
-        with redirect_stdout(StringIO()) as said:
-            runpy.run_path(str(EXAMPLES / "loop.py"), run_name="__main__")
-        forget_accelerate()
-        found.append(said.getvalue())
-    return found
+def run_loop(*words: str) -> str:
+    """What the example prints. It compares losses by itself, and exits with an error if they
+    differ."""
+    sys.argv = ["loop.py", *words]
+    with redirect_stdout(StringIO()) as said:
+        runpy.run_path(str(EXAMPLES / "loop.py"), run_name="__main__")
+    return said.getvalue()
 
 
 def test_two_processes_train_as_one() -> None:
-    with held_ports(2) as ports:
-        said, nothing = run_launched(run_both_ways, 2, ports)
-    assert all("2 processes, losses" in each for each in said)
-    assert nothing == ["", ""]
+    for said, nothing in run_in_turn(2, (run_loop, []), (run_loop, ["--packed"])):
+        assert "2 processes, losses" in said
+        assert nothing == ""
 
 
 def run_trainer_example(name: str, folder: str) -> str:

@@ -17,10 +17,9 @@ from longctx_patch.recipes import finetune, models
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.settings import parse_settings
 from longctx_patch.recipes.text_sources import evaluation_rows, rows_of_run
-from tests.meeting import held_ports
-from tests.plugin.launched import run_launched, sharding_on_cpus
+from tests.plugin.launched import run_in_turn, run_launched, sharding_on_cpus
 from tests.recipes.conftest import flags_of, write_records
-from tests.recipes.test_sharded_reading import FSDP2, forget_accelerate
+from tests.recipes.test_sharded_reading import FSDP2
 
 WORLDS: list[tuple[list[str], bool]] = [
     (["--ulysses", "2", "--checkpoint", "none", "--batch-size", "2"], False),
@@ -53,23 +52,16 @@ def command(config_file: Path, text_file: Path, output: Path) -> list[str]:
     return [*given, "--full", *flags_of(save_every=2, resume="auto")]
 
 
-def go_through_worlds(usual: list[str], ports: list[int]) -> None:
-    """Each stops after its steps, and the next one goes on."""
-    for number, ((flags, shards), port) in enumerate(zip(WORLDS, ports, strict=True)):
-        os.environ["MASTER_PORT"] = str(port)
-        for name, value in FSDP2.items():
-            os.environ.pop(name, None)
-            if shards:
-                os.environ[name] = value
-        more = ["--gradient-accumulation-steps", "2"] if number in ACCUMULATED else []
-        with sharding_on_cpus() if shards else nullcontext():
-            finetune.main([*usual, *flags, *more, "--max-steps", str(2 * number + 2)])
-        forget_accelerate()
-
-
-def go_on_over_four(usual: list[str]) -> None:
-    finetune.main([*usual, *OF_FOUR, "--max-steps", str(2 * len(WORLDS) + 2)])
-    forget_accelerate()
+def go_through_world(number: int, usual: list[str]) -> None:
+    """It stops after its steps, and the next one goes on."""
+    flags, shards = WORLDS[number]
+    for name, value in FSDP2.items():
+        os.environ.pop(name, None)
+        if shards:
+            os.environ[name] = value
+    more = ["--gradient-accumulation-steps", "2"] if number in ACCUMULATED else []
+    with sharding_on_cpus() if shards else nullcontext():
+        finetune.main([*usual, *flags, *more, "--max-steps", str(2 * number + 2)])
 
 
 def is_sharded(checkpoint: Path) -> bool:
@@ -87,10 +79,9 @@ def test_losses_are_those_of_an_undisturbed_run_whatever_the_world(
     mixture of long documents and packed short ones. So are the losses on seven rows that are held
     out, which each world evaluates at its end."""
     disturbed = command(config_file, text_file, tmp_path / "disturbed")
-    with held_ports(len(WORLDS)) as ports:
-        run_launched(go_through_worlds, 2, disturbed, ports)
-    run_launched(go_on_over_four, 4, disturbed)
+    run_in_turn(2, *((go_through_world, (number, disturbed)) for number in range(len(WORLDS))))
     steps = 2 * len(WORLDS) + 4
+    run_launched(finetune.main, 4, [*disturbed, *OF_FOUR, "--max-steps", str(steps - 2)])
     finetune.main([*disturbed, *ALONE, "--max-steps", str(steps)])
     assert f"going on from {tmp_path}/disturbed/checkpoint-{steps - 2}" in (capsys.readouterr().out)
     for number, (_, shards) in enumerate(WORLDS):

@@ -13,7 +13,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, set_seed
@@ -23,8 +22,7 @@ from longctx_patch.recipes import dpo, finetune, sft
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.models import four_bits
 from longctx_patch.trainer import mixin
-from tests.meeting import held_ports
-from tests.plugin.launched import run_launched, sharding_on_cpus
+from tests.plugin.launched import run_in_turn, sharding_on_cpus
 from tests.recipes.conftest import write_records
 from tests.recipes.trl_jobs import save_config
 from tests.trl.cases import rows
@@ -88,36 +86,16 @@ class Ran:
     """Lines about what was not read so."""
 
 
-def run(recipe: str, runs: list[tuple[list[str], Path | None]], ports: list[int]) -> list[Ran]:
-    """Runs of a recipe on this process, one after the other.
-
-    `runs` have their arguments, and the checkpoint that is put away before.
-    """
+def run(recipe: str, given: list[str], away: Path | None) -> Ran:
+    """A run of a recipe on this process; a checkpoint may be put away before."""
     os.environ |= FSDP2
-    found = []
-    for (given, away), port in zip(runs, ports, strict=True):
-        os.environ["MASTER_PORT"] = str(port)
-        if away is not None:
-            with suppress(FileNotFoundError):  # the other process was faster
-                away.rename(away.parent / f"away-{away.name}")
-        found.append(run_one(RECIPES[recipe], given))
-        forget_accelerate()
-    return found
-
-
-def run_one(recipe: Callable[[list[str]], Any], given: list[str]) -> Ran:
+    if away is not None:
+        with suppress(FileNotFoundError):  # the other process was faster
+            away.rename(away.parent / f"away-{away.name}")
     with counting() as counted, sharding_on_cpus(), redirect_stdout(io.StringIO()) as printed:
-        recipe(given)
+        RECIPES[recipe](given)
     said = [line for line in printed.getvalue().splitlines() if "reads all" in line]
     return Ran(len(counted), said)
-
-
-def forget_accelerate() -> None:
-    """Let the next run set up its processes anew."""
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 @contextmanager
@@ -135,10 +113,8 @@ def counting() -> Iterator[list[Any]]:
 
 def run_all(recipe: str, *runs: list[str], away: dict[int, Path] | None = None) -> list[list[Ran]]:
     """`run` on two processes; for each run what each process found."""
-    planned = [(given, (away or {}).get(number)) for number, given in enumerate(runs)]
-    with held_ports(len(runs)) as ports:
-        by_rank = run_launched(run, 2, recipe, planned, ports)
-    return [list(found) for found in zip(*by_rank, strict=True)]
+    away = away or {}
+    return run_in_turn(2, *((run, (recipe, given, away.get(n))) for n, given in enumerate(runs)))
 
 
 def numbers(folder: Path) -> list[dict[str, float]]:

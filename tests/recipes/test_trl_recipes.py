@@ -19,10 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, set_seed
 from longctx_patch.recipes import dpo, sft, trl_run
 from longctx_patch.recipes.callbacks import StopCallback
 from longctx_patch.recipes.metrics import read_metrics
-from longctx_patch.transport.processes import ProcessesFailedError
 from tests.health.flaw import Flaw
 from tests.launching import run_longctx
-from tests.plugin.launched import run_launched
+from tests.plugin.launched import run_in_turn, run_launched
 from tests.recipes.conftest import flags_of
 from tests.recipes.data.test_reading import NO_MARKS
 from tests.recipes.test_model_card import Hub
@@ -111,14 +110,17 @@ def test_a_preference_job(job: Path) -> None:
     """The reference is the model with its adapter off, or a second copy of all weights."""
     patch(job, "--data", str(job / "pairs.jsonl"), "--dpo")
     usual = of_run(job, "dpo", max_steps=3, learning_rate=0.1)
-    for number, more in enumerate(([], ["--full", "--optim", "sgd"])):
-        folders = [job / f"{name}{number}" for name in ("two", "one")]
-        for ranks, folder in zip((2, 1), folders, strict=True):
-            given = [*usual, *more, *flags_of(ulysses=ranks, output_dir=folder)]
-            run_launched(dpo.main, ranks, given)
-        agree(*folders)
+    ways = {"adapter": [], "full": ["--full", "--optim", "sgd"]}
+    for ranks in (2, 1):
+        given = (
+            [*usual, *more, *flags_of(ulysses=ranks, output_dir=job / f"{name}_{ranks}")]
+            for name, more in ways.items()
+        )
+        run_in_turn(ranks, *((dpo.main, [words]) for words in given))
+    for name in ways:
+        agree(job / f"{name}_2", job / f"{name}_1")
         # TRL's second adapter, the one before training, is not saved with the trained one.
-        assert not [path for path in (folders[0] / "final").iterdir() if path.is_dir()]
+        assert not [path for path in (job / f"{name}_2/final").iterdir() if path.is_dir()]
 
 
 def train_with_flaw(arguments: list[str], step: int) -> None:
@@ -157,11 +159,23 @@ def test_a_run_goes_on_where_it_stopped(job: Path) -> None:
     patch(job, "--data", str(job / "texts.jsonl"), "--sft", "--pack")
     usual = of_run(job, max_steps=4, save_steps=2, eval_strategy="steps", eval_steps=2)
     usual += flags_of(eval_share=0.3, output_dir=job / "whole")
-    run_launched(sft.main, 2, usual)
+    logged = [*usual, *flags_of(save_steps=100, resume="auto", save_total_limit=1)]
+    logged += flags_of(logging_first_step=1, logging_steps=3)
+    command = [*logged, "--output-dir", str(job / "logged_in_parts")]
+    _, wanted, codes = run_in_turn(
+        2,
+        (sft.main, [usual]),
+        (ended, [[*logged, "--output-dir", str(job / "logged")]]),
+        (stopped_by_a_signal, [command]),
+    )
+    assert codes == [138, 138]
+    check_stop(job / "logged_in_parts")
     whole = read_metrics(job / "whole")
     last = job / "whole" / "checkpoint-4"
     last.rename(job / "elsewhere")
-    run_launched(sft.main, 2, [*usual, "--resume"])
+    _, found = run_in_turn(2, (sft.main, [[*usual, "--resume"]]), (ended, [command]))
+    assert found == wanted
+    check_ends(job / "logged", job / "logged_in_parts")
     again = read_metrics(job / "whole")
     names = ("step", "loss", "eval_loss", "grad_norm")
     assert [[line.get(n) for n in names] for line in again] == [
@@ -171,7 +185,6 @@ def test_a_run_goes_on_where_it_stopped(job: Path) -> None:
         load_file(folder / "adapter_model.safetensors") for folder in (last, job / "elsewhere")
     ]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
-    check_stop(job, usual)
     check_what_is_refused(job, usual)
 
 
@@ -206,19 +219,15 @@ def ended(arguments: list[str]) -> tuple[float, float]:
     return trainer.state.log_history[-1]["train_loss"], returned[0].training_loss
 
 
-def check_stop(job: Path, usual: list[str]) -> None:
-    """A run that a signal stopped between two logs has saved the step, and goes on to the same
-    weights. Its means, tokens and the loss at its end, which were counted from the resumption, are
-    those of the whole run."""
-    usual = [*usual, *flags_of(save_steps=100, resume="auto", save_total_limit=1)]
-    usual += flags_of(logging_first_step=1, logging_steps=3)
-    whole, parts = (job / name for name in ("logged", "logged_in_parts"))
-    wanted = run_launched(ended, 2, [*usual, "--output-dir", str(whole)])
-    command = [*usual, "--output-dir", str(parts)]
-    assert run_launched(stopped_by_a_signal, 2, command) == [138, 138]
+def check_stop(parts: Path) -> None:
+    """A run that a signal stopped between two logs has saved the step."""
     assert [path.name for path in parts.glob("checkpoint-*")] == ["checkpoint-2"]
     assert not (parts / "final").exists()
-    assert run_launched(ended, 2, command) == wanted
+
+
+def check_ends(whole: Path, parts: Path) -> None:
+    """It has gone on to the same weights. Its means, tokens and the loss at its end, which were
+    counted from the resumption, are those of the whole run."""
     assert [path.name for path in parts.glob("checkpoint-*")] == ["checkpoint-4"]
     ours, theirs = (load_file(f / "final/adapter_model.safetensors") for f in (parts, whole))
     assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
@@ -227,6 +236,12 @@ def check_stop(job: Path, usual: list[str]) -> None:
     assert {"loss", "num_tokens", "mean_token_accuracy"} <= names
     assert [line["step"] for line in lines] == [1, 3]
     assert [[e[n] for n in names] for e in mine] == [[e[n] for n in names] for e in lines]
+
+
+def refusal(arguments: list[str]) -> str:
+    with pytest.raises(ValueError) as refused:
+        sft.main(arguments)
+    return str(refused.value)
 
 
 def check_what_is_refused(job: Path, usual: list[str]) -> None:
@@ -238,13 +253,10 @@ def check_what_is_refused(job: Path, usual: list[str]) -> None:
     path.write_bytes(content)
     texts = job / "texts.jsonl"
     texts.write_text(texts.read_text().replace("w1 ", "w2 "), encoding="utf-8")
-    for name, more in (
-        ("learning_rate", ["--learning-rate", "0.25", "--allow-change", "rows"]),
-        ("rows", []),
-    ):
-        with pytest.raises(ProcessesFailedError) as failed:
-            run_launched(sft.main, 2, [*usual, "--resume", *more])
-        assert f"--allow-change {name}." in str(failed.value)
+    others = {"learning_rate": ["--learning-rate", "0.25", "--allow-change", "rows"], "rows": []}
+    said = run_in_turn(2, *((refusal, [[*usual, "--resume", *more]]) for more in others.values()))
+    for name, by_rank in zip(others, said, strict=True):
+        assert all(f"--allow-change {name}." in text for text in by_rank)
     assert (output / "checkpoint-4.damaged").is_dir()
     assert [path.name for path in output.glob("checkpoint-*")] != []
     assert not list(output.glob(".lock"))
@@ -299,7 +311,11 @@ def check_that_other_data_is_refused(chats: Path, stream: list[str]) -> None:
     text = chats.read_text()
     chats.write_text(text.replace("w1 ", "w2 "), encoding="utf-8")
     assert len(chats.read_text()) == len(text)
-    with pytest.raises(ProcessesFailedError, match=r"files\.chats\.jsonl is '") as failed:
-        run_launched(sft.main, 2, [*stream, "--resume"])
-    assert "--allow-change files." in str(failed.value)
-    run_launched(sft.main, 2, [*stream, "--resume", "--allow-change", "files"])
+    said, _ = run_in_turn(
+        2,
+        (refusal, [[*stream, "--resume"]]),
+        (sft.main, [[*stream, "--resume", "--allow-change", "files"]]),
+    )
+    for text in said:
+        assert "files.chats.jsonl is '" in text
+        assert "--allow-change files." in text
