@@ -75,17 +75,12 @@ def adapted_and_sharded(how: fused_layers.FusedLayersName) -> Gradients:
     return {name: averaged(grad) for name, grad in found.items()}
 
 
-def check_on_two_ranks(rank: int) -> None:
-    torch.compiler.set_stance("default", force_backend="aot_eager")
+def check_adapted_and_sharded() -> None:
     wanted = adapted_and_sharded("none")
     assert not counters["stats"]["unique_graphs"]
     assert_near(adapted_and_sharded("compile"), wanted, 1e-5)
     assert counters["stats"]["unique_graphs"]
     assert not counters["unimplemented"]
-
-
-def test_compiled_layers_with_adapters_under_fsdp2() -> None:
-    run_distributed(check_on_two_ranks, 2)
 
 
 def test_experts_are_not_compiled() -> None:
@@ -252,7 +247,7 @@ def step_compiled(
     return found, totals.messages, totals.kernel_calls, graphs
 
 
-def check_compiled(rank: int) -> None:
+def check_compiled() -> None:
     policies: tuple[CheckpointPolicy, ...] = ("none", "attention")
     for policy in policies:
         eager, *sent, _ = step_compiled(policy, compiled=False)
@@ -264,5 +259,15 @@ def check_compiled(rank: int) -> None:
         assert "torch.compiler.disable" in reason
 
 
-def test_compiled_layers_are_exact_and_compiled_once() -> None:
-    run_distributed(check_compiled, 2)
+def check_on_two_ranks(rank: int) -> None:
+    check_compiled()
+    torch._dynamo.reset()
+    counters.clear()
+    torch.compiler.set_stance("default", force_backend="aot_eager")
+    check_adapted_and_sharded()
+
+
+def test_compiled_layers_on_two_ranks() -> None:
+    """Layers that a user compiles are exact and compiled once; so are those that are compiled here,
+    with adapters under FSDP2."""
+    run_distributed(check_on_two_ranks, 2)
