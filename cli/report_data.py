@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from longctx_patch.recipes.metrics import METRICS_FILE, whole_lines
-from longctx_patch.recipes.run_record import FAILURE_FILE, SETTINGS_FILES
+from longctx_patch.recipes.run_record import FAILURE_FILE, SETTINGS_FILES, settings_file_of
 from longctx_patch.recipes.stages import START_FILE
 from longctx_patch.recipes.yaml_file import read_yaml
 
@@ -57,7 +57,7 @@ class RunData:
 
 def read_run(run: Path) -> RunData:
     """Read a run folder or an output. Raises ValueError where `run` is neither."""
-    asked = next((found for name in SETTINGS_FILES if (found := _yaml(run / name))), {})
+    asked = read_yaml(file) if (file := settings_file_of(run)) else {}
     named = asked.get("output") or asked.get("output_dir") or run
     places = [run, run / "training", Path(str(named))]
     names = (METRICS_FILE, STATE_FILE, f"checkpoint-*/{STATE_FILE}", "settings.json")
@@ -208,7 +208,3 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):  # missing, or being written just now
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def _yaml(path: Path) -> dict[str, Any]:
-    return read_yaml(path) if path.is_file() else {}
