@@ -9,16 +9,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed import ProcessGroup
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from longctx_patch import LongContextTrainerMixin, PatchHandle
 from longctx_patch.checkpoints.signals import StopSignals
-from longctx_patch.checkpoints.states import read_whole_weights
 from longctx_patch.health.pace import PaceCheck
 from longctx_patch.health.watchdog import Watchdog
 from longctx_patch.health.where import Pass, source_of
@@ -26,11 +23,10 @@ from longctx_patch.hf.handle import evaluation_mode
 from longctx_patch.loss.law import IGNORE_INDEX, count_valid_tokens
 from longctx_patch.memory.random_state import RandomState
 from longctx_patch.recipes.callbacks import MetricsCallback, answer
-from longctx_patch.recipes.exporting import write_model
 from longctx_patch.recipes.metrics import ProgressBar, peak_memory_bytes
+from longctx_patch.recipes.plain_weights import PlainWeights
 from longctx_patch.recipes.run_batches import Data, evaluation_batches, micro_batches
 from longctx_patch.recipes.settings import Settings
-from longctx_patch.trainer.saved_states import STATES
 from longctx_patch.trainer.watching import SENTINEL_ERROR, SLOW_RANKS
 
 Batches = list[dict[str, torch.Tensor]]
@@ -100,7 +96,7 @@ class Steps:
             yield list(islice(ahead, data.at(step).order.accumulation))
 
 
-class TextTrainer(LongContextTrainerMixin, StepTrainer):
+class TextTrainer(PlainWeights, LongContextTrainerMixin, StepTrainer):
     """Trains every step that is left; its StepCallback comes last."""
 
     def __init__(
@@ -165,27 +161,8 @@ class TextTrainer(LongContextTrainerMixin, StepTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """metrics.jsonl has it."""
 
-    # ---- Saving and going on ----
-
-    def _whole(self, asked: str | None) -> str | None:
-        """`Output.find` has checked the checkpoint before the model was built."""
-        return asked
-
     def _load_from_checkpoint(self, *_: Any) -> None:
         """What the run shares with its checkpoint was compared, and states bring the weights."""
-
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Weights as plain libraries load them, from the states as they were written: so no device
-        gathers them, and the training may go on."""
-        if self.args.should_save:
-            assert self._tensors is not None
-            assert output_dir is not None
-            weights = self._tensors["model"]
-            self._late.append(partial(self._write_model, Path(output_dir), weights))
-
-    def _write_model(self, folder: Path, like: Any, _: ProcessGroup | None) -> None:
-        weights = read_whole_weights(like, folder / STATES, {})
-        write_model(self.model, self._tokenizer, folder, weights, seed=self.settings.seed)
 
 
 class StepCallback(MetricsCallback):

@@ -9,13 +9,14 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from longctx_patch.recipes.plain_weights import PlainWeights
 from longctx_patch.rules.together import num_ranks, of_all_ranks, own_rank
 
 NAME = "longctx_patch_totals"
 """Among the states of callbacks in a checkpoint's trainer_state.json."""
 
 
-class WholeRunTotals:
+class WholeRunTotals(PlainWeights):
     """Mixed into one of TRL's trainers: what it logs is counted from the first step of the run."""
 
     state: Any
@@ -27,25 +28,21 @@ class WholeRunTotals:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.add_callback(_GoOn(self))  # type: ignore[attr-defined]
-
-    def _whole(self, asked: str | None) -> str | None:
-        """`Output.find` has checked the checkpoint before the model was built."""
-        return asked
+        self.add_callback(_GoOn(self))
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        done = super().train(*args, **kwargs)  # type: ignore[misc]
+        done = super().train(*args, **kwargs)
         return done._replace(training_loss=done.metrics["train_loss"])
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """In place, as transformers returns what it has logged at the end."""
         if "train_loss" in logs:
             logs["train_loss"] = self._total_loss_scalar / max(self.state.global_step, 1)
-        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+        super().log(logs, *args, **kwargs)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         self.state.stateful_callbacks[NAME] = self._totals()
-        return super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        return super()._save_checkpoint(*args, **kwargs)
 
     def _totals(self) -> dict[str, Any]:
         """What is counted now, as JSON. Collective."""

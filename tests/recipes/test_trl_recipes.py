@@ -90,6 +90,9 @@ def test_a_chat_job_of_three_epochs(job: Path) -> None:
 
     set_seed(0)
     final = training / "final"
+    # A longer RoPE, under both of its names, comes with a checkpoint's adapter too.
+    saved = (training / f"checkpoint-{best}" / "config.json").read_text()
+    assert saved == (final / "config.json").read_text()
     config = AutoConfig.from_pretrained(final)
     assert config.max_position_embeddings == 128  # --context, of rows of 96 tokens
     base = AutoModelForCausalLM.from_config(config)
