@@ -48,8 +48,6 @@ SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.S
 DAMAGES: tuple[Kind, ...] = ("truncate", "flip", "delete")
 ALLOWED_BYTES = 2**15
 """How long a file may be on a disk that is full. A rank's error for its launcher is no longer."""
-ALLOWED_BYTES_OF_OTHERS = 2**13
-"""For ranks other than 0, whose files are smaller."""
 STRUCK_FILE = "struck.txt"
 """In the run folder: when the fault struck, by the machine's monotonic clock."""
 
@@ -122,8 +120,7 @@ class _Planted:
         elif kind == "exception":
             raise PlantedError("planted")
         elif kind == "full disk":  # Python ignores SIGXFSZ
-            allowed = ALLOWED_BYTES_OF_OTHERS if self.fault.rank else ALLOWED_BYTES
-            resource.setrlimit(resource.RLIMIT_FSIZE, (allowed, resource.RLIM_INFINITY))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (ALLOWED_BYTES, resource.RLIM_INFINITY))
         return kind in ("nan", "diverge")
 
     def _is_time(self, place: Place) -> bool:
