@@ -19,6 +19,7 @@ from longctx_patch.families.load_config import is_bare_config, load_model_config
 from longctx_patch.families.rope_facts import reachable_length
 from longctx_patch.families.text_part import auto_class
 from longctx_patch.recipes import models
+from longctx_patch.recipes.identity import base_problems, weight_files
 from longctx_patch.recipes.model_card import ADAPTER_FILE, MARK
 from longctx_patch.recipes.models import TOKENIZER_FILES
 from longctx_patch.recipes.run_record import (
@@ -31,6 +32,7 @@ from longctx_patch.recipes.run_record import (
 )
 from longctx_patch.recipes.settings import ModelSettings, Parallelism, parallelism_in, setting
 from longctx_patch.recipes.yaml_file import read_yaml
+from longctx_patch.rules.together import refuse_together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,11 +130,21 @@ def _with_adapter(folder: Path, *, label: str) -> Evaluated:
             "Give an adapter over a folder or a hub name with weights; where its base has moved, "
             f"say so in {ADAPTER_FILE} (base_model_name_or_path)."
         )
+    refuse_together(_problems_of_base(folder, base))
     own = any((folder / name).is_file() for name in TOKENIZER_FILES)
     tokenizer = str(folder.resolve()) if own else ""
     place = str(folder.resolve())
     return Evaluated(
         model=base, adapter=place, base=base, label=label, tokenizer=tokenizer, full=True
+    )
+
+
+def _problems_of_base(adapter: Path, base: str) -> list[str]:
+    """Of a base whose files are on this machine."""
+    return base_problems(
+        adapter,
+        weight_files(base),
+        f"evaluate it merged: longctx merge {adapter} --base {base}.",
     )
 
 
@@ -189,6 +201,8 @@ def load(
     if settings.adapter:
         from peft import PeftModel
 
+        # A base may have come from the hub just now.
+        refuse_together(_problems_of_base(Path(settings.adapter), settings.model))
         with warnings.catch_warnings():  # the config is the adapter's, as the mark asks
             known = rf"Unexpected keyword arguments \['{MARK}'\]"
             warnings.filterwarnings("ignore", message=known)

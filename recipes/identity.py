@@ -5,7 +5,7 @@ refused: its numbers would be believed to be those in the output.
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from longctx_patch.checkpoints.fingerprint import (
+    RUN_FILE,
     Change,
     Fingerprint,
     changes,
@@ -199,6 +200,22 @@ def weight_files(model: str) -> list[Path]:
             return []
         folder = Path(found)
     return [path for pattern in WEIGHT_FILES for path in folder.glob(pattern)]
+
+
+def base_problems(adapter: Path, files: Iterable[Path], otherwise: str) -> list[str]:
+    """What is wrong where samples of the base's files differ from those of the adapter's run. An
+    adapter that no recipe has written says nothing of them. `otherwise`: what else may be done."""
+    runs = [folder for folder in (adapter, adapter.parent) if (folder / RUN_FILE).is_file()]
+    then = read_run(runs[0])["fingerprint"].get("weights", {}) if runs else {}
+    there = list(files) if then else []
+    now = samples_of(there)
+    return [
+        f"base {str(there[0].parent)!r} is not the one that the adapter was trained over: {name} "
+        f"is {now[name]}, and was {then.get(name, 'not there')}. Bring that model back, or "
+        f"{otherwise}"
+        for name in sorted(now)
+        if now[name] != then.get(name)
+    ]
 
 
 def data_files(sources: Sequence[str]) -> set[Path]:

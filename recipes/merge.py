@@ -18,14 +18,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, PreTrainedConfig
 
-from longctx_patch.checkpoints.fingerprint import RUN_FILE, read_run, samples_of
 from longctx_patch.families.load_config import load_model_config
 from longctx_patch.families.stored_tensors import INDEX, files_of_index
 from longctx_patch.recipes.adapter import AdapterOverBase, load_adapter_config
 from longctx_patch.recipes.exporting import write_config
+from longctx_patch.recipes.identity import base_problems
 from longctx_patch.recipes.model_card import ADAPTER_FILE
 from longctx_patch.recipes.models import is_bare_config
 from longctx_patch.recipes.run_record import require_new
+from longctx_patch.rules.together import refuse_together
 
 TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
@@ -85,7 +86,9 @@ def merge(
     source = base_folder(name, None if base else adapter.revision)
     files = _weight_files(source)
     if not base:
-        _check_base(adapter_folder, source, {*files.values()})
+        files_of_base = (source / file for file in {*files.values()})
+        how = f"give its place with --base. (To merge into this one all the same: --base {source}.)"
+        refuse_together(base_problems(adapter_folder, files_of_base, how))
     base_config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     if getattr(base_config, "quantization_config", None):
         raise ValueError(
@@ -154,21 +157,6 @@ def _weight_files(source: Path) -> dict[str, str]:
         )
     with safe_open(single, framework="pt") as file:
         return dict.fromkeys(file.keys(), single.name)
-
-
-def _check_base(adapter_folder: Path, source: Path, names: set[str]) -> None:
-    """Raise ValueError where samples of the base's files differ from those of the run. An adapter
-    that no recipe has written says nothing of them."""
-    runs = [path for path in (adapter_folder, adapter_folder.parent) if (path / RUN_FILE).is_file()]
-    then = read_run(runs[0])["fingerprint"].get("weights", {}) if runs else {}
-    now = samples_of(source / name for name in names) if then else {}
-    odd = next((name for name in sorted(now) if now[name] != then.get(name)), None)
-    if odd is not None:
-        raise ValueError(
-            f"base {str(source)!r} is not the one that the adapter was trained over: {odd} is "
-            f"{now[odd]}, and was {then.get(odd, 'not there')}. Bring that model back, or give its "
-            f"place with --base. (To merge into this one all the same: --base {source}.)"
-        )
 
 
 def _check_names(

@@ -117,6 +117,18 @@ def test_which_weights_a_run_stands_for(run: Path, base: Path) -> None:
         find(str(run))
 
 
+def test_an_adapter_over_a_base_that_changed_is_refused(run: Path, base: Path) -> None:
+    final = run / "training/final"
+    assert find(str(final)).model == str(base)
+    weights = base / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-64] + bytes(64))
+    for place in (run, final):
+        with pytest.raises(
+            ValueError, match=r"trained over: \S+ is .*longctx merge \S+final --base"
+        ):
+            find(str(place))
+
+
 def test_the_context_is_evaluated_during_training(
     base: Path, text_file: Path, tmp_path: Path
 ) -> None:
