@@ -35,6 +35,7 @@ OLDEST_TESTS := tests/hf/test_patching.py tests/families/test_checks.py \
     tests/families/test_text_part.py tests/hf/test_latent_attention.py \
     tests/hf/test_exact_families.py tests/hf/call/test_mixers.py \
     tests/trainer/test_exactness.py \
+    tests/recipes/test_finetune.py::test_a_resumed_run_repeats_the_whole_one_to_the_last_bit \
     tests/trl/test_trainers.py::test_two_ranks_train_as_one_process
 # Apart from the rest for their time: every family of models, runs under transformers' and TRL's
 # trainers, jobs of several processes under a launcher, memory, the planner, and faults.

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PrinterCallback, Trainer, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainingArguments, __version__
 
 from longctx_patch import LongContextTrainerMixin, PatchHandle
 from longctx_patch.checkpoints.signals import StopSignals
@@ -75,6 +75,16 @@ class StepTrainer(Trainer):
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         return self.model_wrapped, train_dataloader
+
+    def require_prepared(self) -> None:
+        """Raise RuntimeError where transformers trains something else than it was given."""
+        taken = Prepared(self.model_wrapped, self.optimizer, self.lr_scheduler)
+        pairs = zip(Prepared._fields, taken, self.prepared, strict=True)
+        if odd := [name for name, one, other in pairs if one is not other]:
+            raise RuntimeError(
+                f"transformers {__version__} has prepared its own {odd[0]}, so it begins otherwise "
+                "than the recipe expects. Install a transformers that the package asks for."
+            )
 
 
 class Steps:
@@ -176,6 +186,7 @@ class StepCallback(MetricsCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         super().on_train_begin(args, state, control)
+        self._trainer.require_prepared()
         self._bar = ProgressBar(
             total=args.max_steps,
             initial=state.global_step,

@@ -15,6 +15,7 @@ from longctx_patch.health.pace import PaceCheck
 from longctx_patch.recipes import finetune, models
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.stages import START_FILE
+from longctx_patch.recipes.text_trainer import StepTrainer
 from tests.recipes.conftest import (
     Start,
     flags_of,
@@ -200,6 +201,14 @@ def test_bad_input_is_refused_and_leaves_no_trace(
     with pytest.raises(ValueError, match=message):
         run(*flags, **changes)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_transformers_that_makes_its_own_optimizer_is_refused(
+    run: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(StepTrainer, "_prepare_for_training")
+    with pytest.raises(RuntimeError, match=r"transformers 5\.\S+ has prepared its own optimizer"):
+        run("--full")
 
 
 def test_an_output_that_holds_files_is_refused(run: Start, tmp_path: Path) -> None:
