@@ -92,12 +92,18 @@ RUNS = {
         context="64K",
         stages="16K:16,64K:120",
         options=("--rope", "theta", "--lora", "--also-train", "embeddings,norms"),
-        learning_rate=1e-3,
+        learning_rate=5e-4,
     ),
     "theta_128k": Run(
         context="128K", stages="32K:8,128K:130", options=("--rope", "theta", "--full")
     ),
     "yarn_128k": Run(context="128K", stages="32K:8,128K:130", options=("--rope", "yarn", "--full")),
+    "longlora_128k": Run(
+        context="128K",
+        stages="32K:8,128K:130",
+        options=("--rope", "theta", "--lora", "--also-train", "embeddings,norms"),
+        learning_rate=5e-4,
+    ),
 }
 
 
@@ -279,12 +285,15 @@ def extend(run: Commands, name: str, recipe: Run, arguments: argparse.Namespace)
     tasks = [f"--tasks={arguments.tasks}", f"--lengths={lengths}", f"--depths={arguments.depths}"]
     tasks += ["--text=held.jsonl", *run.where]
     tasks += [f"--haystack={file.absolute()}" for file in arguments.haystack]
+    trained = ("eval", name, *(["--alone"] if arguments.alone else []))
     samples = f"--samples={arguments.samples}"
-    if not (ended and run(f"{name}.eval", "eval", name, *tasks, samples, "--out", f"{name}_eval")):
+    if not (ended and run(f"{name}.eval", *trained, *tasks, samples, "--out", f"{name}_eval")):
         return
     if arguments.other:
         other = ("--tasks=", "--lengths=8K", "--text=other.jsonl")
-        run(f"{name}.other", "eval", name, *other, "--out", f"{name}_other", *run.where)
+        run(f"{name}.other", *trained, *other, "--out", f"{name}_other", *run.where)
+    if arguments.alone:
+        return
     rope = ("--context", recipe.context, *recipe.options[:2])
     untrained = ("eval", arguments.model, *rope, *tasks, "--samples=1")
     run(f"{name}.untrained", *untrained, "--out", f"{name}_untrained")
@@ -316,6 +325,8 @@ def main() -> None:
     parser.add_argument("--short", type=Path, nargs="*", default=[], help="more short texts, JSONL")
     parser.add_argument("--haystack", type=Path, nargs="*", default=[], help="prose, JSONL")
     parser.add_argument("--recalls", action="store_true")
+    alone = "not beside the published and the untrained model, which another run has"
+    parser.add_argument("--alone", action="store_true", help=alone)
     parser.add_argument("--mixture", default="prolong")
     parser.add_argument("--tasks", default="passkey,niah_single_1,niah_single_2")
     parser.add_argument("--depths", default=DEPTHS)
