@@ -125,7 +125,7 @@ def decide(model: str, options: PatchOptions) -> Decisions:
 
     Raises ValueError with the value, the rule and what to type.
     """
-    require_new(options.folder, f"--out {str(options.out)!r}")
+    require_new(options.folder)
     for sources in options.sources_by_option.values():
         check_apart(options.folder, sources)
     task = choose_task(options)

@@ -342,7 +342,7 @@ def _folder(target: str, tuned: "Evaluated", asked: Path | None, *, is_dry: bool
     from longctx_patch.recipes.evaluate import SCORES_FILE
 
     if asked is not None:
-        require_new(folder := asked.expanduser().resolve(), f"--out {str(asked)!r}")
+        require_new(folder := asked.expanduser().resolve())
         return folder
     first = Path(target).expanduser() / "eval" if tuned.is_run else Path(f"eval-{tuned.label}")
     first, sign = (first.with_name(f"{first.name}-dry"), SCORES_FILE) if is_dry else (first, "")

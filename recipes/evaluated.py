@@ -75,6 +75,7 @@ def find(target: str) -> Evaluated:
         return _of_run(folder, outputs)
     if (folder / ADAPTER_FILE).is_file():
         return _with_adapter(folder, label=folder.resolve().name)
+    _require_weights(target)
     where = str(folder.resolve()) if folder.is_dir() else target
     return Evaluated(model=where, label=Path(where).name, full=True)
 
@@ -118,6 +119,17 @@ def _has_weights(folder: Path) -> bool:
     return any(any(folder.glob(name)) for name in (*WEIGHT_FILES, ADAPTER_FILE))
 
 
+def _require_weights(model: str) -> None:
+    """Refuse a local model's folder without weights: training alone begins from random ones."""
+    file = Path(models.weights_or_config(model))
+    if str(file) != model and file.is_file():
+        raise ValueError(
+            f"model folder {model!r} has no weights ({', '.join(WEIGHT_FILES)}), and `longctx "
+            "eval` evaluates trained ones. Bring them there, or give another folder, a hub name, "
+            "or the run folder of a model that was trained."
+        )
+
+
 def _with_adapter(folder: Path, *, label: str) -> Evaluated:
     content = json.loads((folder / ADAPTER_FILE).read_text(encoding="utf-8"))
     base = content.get("base_model_name_or_path") or ""
@@ -130,6 +142,7 @@ def _with_adapter(folder: Path, *, label: str) -> Evaluated:
             "Give an adapter over a folder or a hub name with weights; where its base has moved, "
             f"say so in {ADAPTER_FILE} (base_model_name_or_path)."
         )
+    _require_weights(base)
     refuse_together(_problems_of_base(folder, base))
     own = any((folder / name).is_file() for name in TOKENIZER_FILES)
     tokenizer = str(folder.resolve()) if own else ""

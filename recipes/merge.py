@@ -80,7 +80,7 @@ def merge(
     Raises ValueError, before anything is written, for what can't be merged, and for a base whose
     files are not those that the adapter was trained over, unless it is given.
     """
-    require_new(out, f"--out {str(out)!r}")
+    require_new(out)
     adapter = load_adapter_config(adapter_folder)
     name = base or adapter.base_model_name_or_path or ""
     source = base_folder(name, None if base else adapter.revision)

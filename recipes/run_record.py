@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from longctx_patch.checkpoints.whole_files import write_whole
+from longctx_patch.checkpoints.whole_files import name_problem, write_whole
 from longctx_patch.health.last_words import without_advice
 from longctx_patch.recipes.yaml_file import read_yaml
 
@@ -44,11 +44,14 @@ def outputs_of(folder: Path) -> tuple[Path, ...]:
     return outputs
 
 
-def require_new(folder: Path, said: object) -> None:
-    """Raise ValueError for a folder that holds files; `said` names it."""
+def require_new(folder: Path, option: str = "--out") -> None:
+    """Raise ValueError for a folder that holds files, or whose path not all files can have."""
+    if problem := name_problem(folder, option):
+        raise ValueError(problem)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(
-            f"{said} holds files. Give a new or empty folder, so that nothing is overwritten."
+            f"{option} {str(folder)!r} holds files. Give a new or empty folder, so that nothing is "
+            "overwritten."
         )
 
 

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "`python -m longctx_patch.recipes.text_model Qwen/Qwen3-VL-8B-Instruct text`."
         )
     source, folder = given[0], Path(given[1]).expanduser()
-    require_new(folder, folder)
+    require_new(folder, "folder")
     check_not_fp8(source, load_model_config(source))
     model = text_model(source)
     model.save_pretrained(folder)

@@ -14,6 +14,7 @@ from longctx_patch.rules.together import own_rank, refuse_together
 from .lock import LOCK_FILE
 from .manifest import MANIFEST
 from .series import FLIGHT, Series, is_ours, newest_good
+from .whole_files import name_problem
 
 ResumeName = Literal["no", "yes", "auto"]
 OWN_FILES = {LOCK_FILE, ".shared", FLIGHT}
@@ -41,6 +42,8 @@ class Output:
 
     def check(self) -> None:
         """Raise ValueError for a folder that the run can't begin or go on in. Changes nothing."""
+        if problem := name_problem(self.folder, "--output"):
+            raise ValueError(problem)
         if (hidden := _no_folder(self.folder)) is not None:
             raise ValueError(f"output {str(self.folder)!r}: {hidden}")
         if self.resume != "no":

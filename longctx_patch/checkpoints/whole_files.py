@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,23 @@ def write_whole(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
     beside.replace(path)
     sync_folder(path.parent)
+
+
+def name_problem(folder: Path, option: str) -> str:
+    """Why not all of a run's files can be written under the path `folder`, in words; empty where
+    they can. Some writers take paths in UTF-8, and others in the file system's encoding."""
+    path = str(folder)
+    try:
+        path.encode("utf-8")
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        system = sys.getfilesystemencoding()
+        utf8 = "" if system == "utf-8" else ", or start Python in UTF-8: PYTHONUTF8=1"
+        return (
+            f"{option} {path!a}: the path has to be text that UTF-8 and the file system's encoding "
+            f"({system}) can write. Give another {option}{utf8}."
+        )
+    return ""
 
 
 def sync_folder(folder: Path) -> None:

@@ -75,7 +75,10 @@ class ContextEvaluation:
         if not self.lengths or any(length < 2 for length in self.lengths):
             yield f"lengths={self.lengths}: give one or more, of 2 tokens or more each."
         if not (self.texts or self.tasks or self.own):
-            yield "there is nothing to evaluate: give texts, tasks or your own samples."
+            yield (
+                "there is nothing to evaluate: give texts (`longctx eval --text FILE`), tasks "
+                "(--tasks passkey) or your own samples (--questions FILE)."
+            )
         if self.edges and (problem := edge_problem(self.edges)):
             yield problem
         if self.longppl and (not self.texts or self.reach <= CONTEXT):

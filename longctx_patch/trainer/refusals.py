@@ -7,6 +7,7 @@ from typing import Any
 from accelerate.scheduler import AcceleratedScheduler
 from transformers import Trainer
 
+from longctx_patch.checkpoints.whole_files import name_problem
 from longctx_patch.config import LongContextConfig
 from longctx_patch.data import SHARD_KEY, SequenceShardCollator
 from longctx_patch.rules.launched import flag
@@ -38,6 +39,8 @@ def argument_problems(args: Any, config: LongContextConfig, data_parallel: int) 
     Args:
         data_parallel: number of sequence groups.
     """
+    if problem := name_problem(args.output_dir, "output_dir"):
+        yield problem
     if args.n_gpu > 1:
         yield (
             f"n_gpu={args.n_gpu}: one process with several GPUs runs torch's DataParallel, which "

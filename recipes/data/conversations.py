@@ -324,12 +324,13 @@ def check_template(template: str, place: str) -> None:
 
 
 class EndlessTemplateError(ValueError):
-    """A template that has computed for longer than any conversation takes."""
+    """A template that computes for longer, or calls itself deeper, than any conversation takes."""
 
 
 @contextmanager
 def _limited(place: str) -> Iterator[None]:
-    """Raise EndlessTemplateError after `MOST_SECONDS` of computing. `place`: of the template."""
+    """Raise EndlessTemplateError after `MOST_SECONDS` of computing, and where the template calls
+    itself without an end. `place`: of the template."""
     if threading.current_thread() is not threading.main_thread():
         yield  # signals reach the main thread alone
         return
@@ -344,6 +345,11 @@ def _limited(place: str) -> Iterator[None]:
     signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS)
     try:
         yield
+    except RecursionError as error:
+        raise EndlessTemplateError(
+            f"the chat template in {place} calls itself without an end, or is nested too deep "
+            f"({error}). Mend its macros, or give another (--chat-template FILE)."
+        ) from None
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)

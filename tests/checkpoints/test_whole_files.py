@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from longctx_patch.checkpoints import whole_files
-from longctx_patch.checkpoints.whole_files import replaced
+from longctx_patch.checkpoints.whole_files import name_problem, replaced
 
 
 def content(folder: Path) -> dict[str, str]:
@@ -30,6 +30,18 @@ def test_it_takes_the_place_of_what_is_there(tmp_path: Path) -> None:
     write(final, "2")
     assert content(final) == {"new": "2"}
     assert [path.name for path in tmp_path.iterdir()] == ["final"]
+
+
+def test_paths_that_not_all_files_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not name_problem(Path("ünï"), "--out")
+    said = name_problem(Path(os.fsdecode(b"/bad\xff")), "--out")
+    assert said.startswith(r"--out '/bad\udcff': ")
+    assert said.endswith("(utf-8) can write. Give another --out.")
+    monkeypatch.setattr(os, "fsencode", lambda path: path.encode("ascii"))  # as in the C locale
+    monkeypatch.setattr("sys.getfilesystemencoding", lambda: "ascii")
+    said = name_problem(Path("ünï"), "--out")
+    assert said.startswith(r"--out '\xfcn\xef': ")
+    assert said.endswith("Give another --out, or start Python in UTF-8: PYTHONUTF8=1.")
 
 
 def test_every_file_is_synced_before_it_gets_its_name(

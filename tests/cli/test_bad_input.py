@@ -202,6 +202,9 @@ def test_patch_refuses_a_folder_that_holds_files(
     assert result.exit_code == 1
     assert "holds files. Give a new or empty folder" in result.stderr
     assert [path.name for path in out.iterdir()] == ["mine.txt"]
+    result = run("patch", config(), "--seq-len", 64, "--gpus", 2, "--out", tmp_path / "bad\udcff")
+    assert "the path has to be text" in result.stderr
+    assert not (tmp_path / "bad\udcff").exists()
 
 
 @pytest.mark.parametrize(

@@ -102,13 +102,13 @@ REFUSED = {
     "--haystack no.txt": "no.txt",
     "--tasks passkey --lengths 16": "passkey: 16 tokens are too few",
     "--tasks qa_1,passkey,qa_2": "--tasks qa_2: There is no hotpotqa",
-    "--tasks qa_1": "--tasks qa_1: There is no squad to ask questions of",
+    "--tasks qa_1": "--tasks qa_1: There is no squad to ask questions of: give dev-v2.0.json",
     "--questions text.txt": "text.txt",
     "--depths 120": "depths are percent of the row",
     "--num-processes 4 --ring 3": "--ring 3",
     "--tokenizer .": "no tokenizer found",
     "--beside config.json": "is a config without weights",
-    "--beside weightless": "has no weights",
+    "--beside weightless": "and `longctx eval` evaluates trained ones",
     "--out tiny": "holds files",
 }
 

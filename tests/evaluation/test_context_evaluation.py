@@ -172,7 +172,7 @@ ids = tuple(document(30, 1))
     [
         ({"lengths": ()}, r"lengths=\(\): give one or more"),
         ({"lengths": (1,)}, r"lengths=\(1,\)"),
-        ({"texts": ()}, "nothing to evaluate: give texts, tasks or your own samples"),
+        ({"texts": ()}, "nothing to evaluate: .*--text FILE.*--tasks .*--questions FILE"),
         ({"edges": (0, 9, 9)}, r"edges=\(0, 9, 9\)"),
         ({"lengths": (31,)}, "no text has 31 tokens: the longest of 1 has 30"),
         ({"longppl": True}, "after 4,096 tokens. Give texts and a length above 4,096"),

@@ -221,6 +221,8 @@ def test_an_output_that_holds_files_is_refused(run: Start, tmp_path: Path) -> No
         with pytest.raises(ValueError, match=rule):
             run(*flags)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.txt"]
+    with pytest.raises(ValueError, match=r"--output '.*bad\\udcff': the path has to be text"):
+        run(output=tmp_path / "bad\udcff")
 
 
 def test_what_is_known_without_weights_is_refused_before_they_are_read(

@@ -85,6 +85,10 @@ def test_a_chat_template_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("longctx_patch.recipes.data.conversations.MOST_SECONDS", 0.1)
     with pytest.raises(ValueError, match=f"chat template in {file} has not come to an end in 0.1"):
         models.load_tokenizer(settings)
+    file.write_text("{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}")
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=f"template in {file} calls itself .* Mend its macros"):
+        models.load_tokenizer(settings)
 
 
 def test_ids_with_gaps_need_an_embedding_too(tmp_path: Path) -> None:

@@ -177,11 +177,14 @@ def assert_said(text: str, problems: Iterable[str]) -> None:
 
 def test_other_engines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = LongContextConfig()
-    several = SimpleNamespace(n_gpu=4, deepspeed=None)
+    several = SimpleNamespace(n_gpu=4, deepspeed=None, output_dir="out")
     assert_said(r"n_gpu=4: .*--nproc_per_node 4", argument_problems(several, alone, 1))
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    launched = SimpleNamespace(n_gpu=1, deepspeed=None)
+    launched = SimpleNamespace(n_gpu=1, deepspeed=None, output_dir="out")
     assert_said(r"deepspeed is set: .* Leave it out", argument_problems(launched, alone, 1))
+    monkeypatch.delenv("ACCELERATE_USE_DEEPSPEED")
+    launched.output_dir = "out\udcff"
+    assert_said(r"output_dir 'out\\udcff': the path has", argument_problems(launched, alone, 1))
     state = SimpleNamespace(parallelism_config=None, fsdp_plugin=SimpleNamespace(fsdp_version=1))
     accelerator = SimpleNamespace(state=state, is_fsdp2=False)
     assert_said(r"fsdp_version=1: .*\"version\": 2", accelerator_problems(accelerator, 1))

@@ -71,8 +71,8 @@ class CommonWordGenerator(Generator):
         if size > len(pool):
             raise ValueError(
                 f"cwe: {self.setup.length:,} tokens take {size:,} different words, and wonderwords "
-                f"has {len(self.words):,}. Give RULER's english_words.json, or take a smaller "
-                "length."
+                f"has {len(self.words):,}. Give RULER's english_words.json (`longctx eval "
+                "--english-words FILE`, Sources(english_words=FILE)), or take a smaller length."
             )
         drawn = self.random.sample(pool, size)
         common, others = drawn[:NUM_COMMON], drawn[NUM_COMMON:]

@@ -45,7 +45,8 @@ class Encoder:
             if value in text and value.lower() not in decoded:
                 raise ValueError(
                     f"{task}: the tokenizer does not give back {value!r}, which the text hides: no "
-                    "answer could be right. Take the model's own tokenizer, or another task."
+                    "answer could be right. Give the model's own tokenizer (--tokenizer NAME), or "
+                    "take another task."
                 )
         return self.head + tuple(ids)
 

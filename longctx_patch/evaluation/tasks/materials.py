@@ -50,9 +50,10 @@ class Sources:
         if self.text is not None:
             name = f"own text of {len(self.text.split()):,} words, repeated in longer rows"
             return Haystack(self.text, split_at_stops, name)
+        essays = _given("essays", "RULER's PaulGrahamEssays.json")
         raise ValueError(
-            "niah_single_2 and other tasks hide their needles in essays. Give a text of your own, "
-            'or essays: RULER\'s PaulGrahamEssays.json ({"text": ...}).'
+            "niah_single_2 and other tasks hide their needles in essays. Give a text of your own "
+            f"(`longctx eval --text FILE`, Sources(text=...)), or {essays}."
         )
 
     @cached_property
@@ -87,9 +88,15 @@ class Sources:
     ) -> QuestionSet:
         path = getattr(self, name)
         if path is None:
-            raise ValueError(f"There is no {name} to ask questions of: give a file, {file}.")
+            raise ValueError(f"There is no {name} to ask questions of: {_given(name, file)}.")
         found: QuestionSet = _read_json(Path(path), name, content)
         return found
+
+
+def _given(name: str, file: str) -> str:
+    """Where to give a file."""
+    option = name.replace("_", "-")
+    return f"give {file} (`longctx eval --{option} FILE`, Sources({name}=FILE))"
 
 
 class Haystack:

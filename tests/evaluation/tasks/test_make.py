@@ -97,10 +97,10 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
         "vt: its solved example, to which RULER leaves 500 tokens, has more",
     ),
     "short fwe": ({"names": ["fwe"], "length": 300}, "fwe: 300 tokens are too few. .* have 400"),
-    "no essays": ({"names": ["niah_single_2"]}, "Give a text of your own, or essays: RULER"),
-    "no SQuAD": ({"names": ["qa_1"]}, "There is no squad to ask questions of: give a file, dev-v2"),
-    "no HotpotQA": ({"names": ["qa_2"]}, "give a file, hotpot_dev_distractor_v1.json"),
-    "few words": ({"names": ["cwe"]}, "take 4,096 different words, and wonderwords has 27"),
+    "no essays": ({"names": ["niah_single_2"]}, r"--text FILE`, .* --essays FILE`, Sources\(es"),
+    "no SQuAD": ({"names": ["qa_1"]}, r"There is no squad .*: give dev-v2.* --squad FILE`"),
+    "no HotpotQA": ({"names": ["qa_2"]}, "give hotpot_dev_.* --hotpotqa FILE`"),
+    "few words": ({"names": ["cwe"]}, "4,096 different words, .* has 27.*--english-words FILE"),
 }
 
 
@@ -168,7 +168,7 @@ def test_a_tokenizer_that_loses_what_is_hidden(tokenizer: Any) -> None:
     lower = changed(tokenizer, normalizers.Lowercase())
     (sample,) = make_samples(["vt"], lower, 2048, per_cell=1)
     assert lower.decode(sample.answers[0]).islower()
-    with pytest.raises(ValueError, match="passkey: the tokenizer does not give back '"):
+    with pytest.raises(ValueError, match=r"passkey: the tokenizer does not give .*--tokeni"):
         make_samples(["passkey"], changed(tokenizer, normalizers.Replace("7", "1")), 512)
 
 
