@@ -167,7 +167,8 @@ def write_card(folder: Path, card: Card, config: PreTrainedConfig, final: Path) 
         rows="\n".join(f"| {what} | {cell(value)} |" for what, value in card.rows),
         loading=loading,
     )
-    (folder / "README.md").write_text(text, encoding="utf-8")
+    # Data may lie under a path that is no UTF-8.
+    (folder / "README.md").write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def how_to_load(config: PreTrainedConfig, base: str, place: str, seed: int, *, warns: bool) -> str:

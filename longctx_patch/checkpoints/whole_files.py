@@ -25,7 +25,7 @@ def write_whole(path: Path, content: bytes) -> None:
 def name_problem(folder: Path, option: str) -> str:
     """Why not all of a run's files can be written under the path `folder`, in words; empty where
     they can. Some writers take paths in UTF-8, and others in the file system's encoding."""
-    path = str(folder)
+    path = os.path.abspath(folder)
     try:
         path.encode("utf-8")
         os.fsencode(path)

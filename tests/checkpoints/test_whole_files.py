@@ -32,15 +32,19 @@ def test_it_takes_the_place_of_what_is_there(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["final"]
 
 
-def test_paths_that_not_all_files_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_that_not_all_files_can_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not name_problem(Path("ünï"), "--out")
     said = name_problem(Path(os.fsdecode(b"/bad\xff")), "--out")
     assert said.startswith(r"--out '/bad\udcff': ")
     assert said.endswith("(utf-8) can write. Give another --out.")
+    (bad := tmp_path / "bad\udcff").mkdir()
+    with monkeypatch.context() as inside:
+        inside.chdir(bad)
+        assert "bad\\udcff/out': the path" in name_problem(Path("out"), "--out")
     monkeypatch.setattr(os, "fsencode", lambda path: path.encode("ascii"))  # as in the C locale
     monkeypatch.setattr("sys.getfilesystemencoding", lambda: "ascii")
-    said = name_problem(Path("ünï"), "--out")
-    assert said.startswith(r"--out '\xfcn\xef': ")
+    said = name_problem(Path("/ünï"), "--out")
+    assert said.startswith(r"--out '/\xfcn\xef': ")
     assert said.endswith("Give another --out, or start Python in UTF-8: PYTHONUTF8=1.")
 
 

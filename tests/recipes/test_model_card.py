@@ -64,7 +64,7 @@ def test_the_card_says_what_was_trained_on_what_and_how_it_ended(
     base: Path, text_file: Path, tmp_path: Path
 ) -> None:
     base = base.rename(tmp_path / 'b<i>"s')
-    hostile = tmp_path / "a|b<script>.txt"
+    hostile = tmp_path / "a|b<script>\udcff.txt"
     hostile.write_text(text_file.read_text())
     flags = ("--seq-len", "256", "--rope", "linear", "--lora-rank", "3")
     final = train(base, hostile, tmp_path / "out", *flags)
@@ -76,7 +76,7 @@ def test_the_card_says_what_was_trained_on_what_and_how_it_ended(
     assert rows["trained"] == "LoRA adapter of rank 3, alpha 32"
     assert '# b&lt;i>"s, trained on long rows' in text
     assert lines_to_load(final)["model"].peft_config
-    assert rows["data"] == r"a\|b&lt;script>.txt"  # its name, without folders and contents
+    assert rows["data"] == r"a\|b&lt;script>\udcff.txt"  # its name, without folders and contents
     assert "times" not in text
     assert rows["rows"] == "256 tokens"
     assert rows["RoPE"] == "linear x4, rope_theta 10000; context of 256 tokens"

@@ -184,7 +184,7 @@ def test_other_engines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_said(r"deepspeed is set: .* Leave it out", argument_problems(launched, alone, 1))
     monkeypatch.delenv("ACCELERATE_USE_DEEPSPEED")
     launched.output_dir = "out\udcff"
-    assert_said(r"output_dir 'out\\udcff': the path has", argument_problems(launched, alone, 1))
+    assert_said(r"output_dir '.*out\\udcff': the path has", argument_problems(launched, alone, 1))
     state = SimpleNamespace(parallelism_config=None, fsdp_plugin=SimpleNamespace(fsdp_version=1))
     accelerator = SimpleNamespace(state=state, is_fsdp2=False)
     assert_said(r"fsdp_version=1: .*\"version\": 2", accelerator_problems(accelerator, 1))
