@@ -43,7 +43,7 @@ def report_command(run: Path, out: Path | None) -> None:
     """
     data = read_run(run)
     target = out or run / "report.html"
-    target.write_text(page(data), encoding="utf-8")
+    target.write_text(page(data), encoding="utf-8", errors="backslashreplace")
     click.echo("\n".join([data.state, *data.notes, f"Written to {target}: open it in a browser."]))
     if data.final:
         merge = shlex.join(["longctx", "merge", str(data.final)])

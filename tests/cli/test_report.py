@@ -164,12 +164,15 @@ def test_a_run_without_steps_shows_what_was_decided(run: Run, tmp_path: Path) ->
     assert not shown.lines()
     (tmp_path / "training").mkdir()
     write_metrics(tmp_path / "training", [])
-    write_record(tmp_path / "training", {"max_steps": 9, "ring": 4, "full": True}, 4)
+    used = {"max_steps": 9, "ring": 4, "full": True, "text": "no\udcff"}
+    write_record(tmp_path / "training", used, 4)
     said = run("report", tmp_path).output
     assert said.startswith("No step yet")
     changed = "had decided: ring 4 (was 2), full True (was False)."
     assert changed in said
-    assert changed in (tmp_path / "report.html").read_text()
+    html = (tmp_path / "report.html").read_text()
+    assert changed in html
+    assert r"no\udcff" in html  # a path of data that is no UTF-8
 
 
 def test_texts_of_a_run_are_escaped(tmp_path: Path) -> None:
