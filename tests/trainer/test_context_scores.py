@@ -65,5 +65,5 @@ def test_what_is_refused(tmp_path: Path) -> None:
     handle = patch(trainer.model, LongContextConfig())
     wrong = ContextEvaluation(lengths=(8,))
     callback = ContextEvaluationCallback(trainer, wrong, every=1, handle=handle)
-    with pytest.raises(ValueError, match="give texts, tasks or your own samples"):
+    with pytest.raises(ValueError, match="nothing to evaluate: give texts"):
         callback.on_train_begin(None, nothing, None)
