@@ -188,6 +188,24 @@ REFUSED_ON_THE_LEFT = {
 }
 
 
+BIASED = {
+    "lfm2_moe": "conv_bias",
+    "lfm3": "conv_bias",
+    "granitemoehybrid": "mamba_proj_bias",
+    "falcon_h1": "mamba_proj_bias",
+    "nemotron_h": "use_bias",
+    "zamba2": "add_bias_linear",
+}
+"""Further families with such convolutions: what gives their projection a bias."""
+
+
+@pytest.mark.parametrize("family", [name for name in BIASED if name in SUPPORTED])
+def test_a_bias_before_a_convolution_is_refused_with_padding_on_the_left(family: str) -> None:
+    model = precise_model(family, **{BIASED[family]: True})
+    with pytest.raises(RuntimeError, match=r"in_proj.bias: .*Pad on the right"):
+        step_of_ranks(model, TWO, dict(LEFT))
+
+
 @pytest.mark.parametrize("family", [name for name in REFUSED_ON_THE_LEFT if name in SUPPORTED])
 def test_what_padding_on_the_left_changes_is_refused_or_as_in_transformers(family: str) -> None:
     """Attention that depends on a token's own position: Hunyuan learns a norm after RoPE; and
