@@ -53,7 +53,10 @@ class WatchedMixin(_Trainer):
         same model on the same data in the same way."""
         self.require_agreement()
         self._pace = self._pace or PaceCheck(self.accelerator.device, self._say)
-        return super().train(*args, **kwargs)
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self._pace = None  # a training that follows compares the ranks anew
 
     def require_agreement(self) -> None:
         """Raise ValueError on all ranks where they would not train alike. Collective."""

@@ -17,6 +17,7 @@ from longctx_patch.health import pace
 from longctx_patch.health.replicas import EVERY, ReplicasDivergedError
 from longctx_patch.recipes.callbacks import MetricsCallback
 from longctx_patch.recipes.metrics import read_metrics
+from longctx_patch.trainer import watching
 from tests.plugin.launched import run_launched
 from tests.trainer.trained import Case, make_trainer
 
@@ -94,6 +95,15 @@ def odd_trainers(folder: str) -> tuple[list[str], list[tuple[str, int]], list[st
         with patch.object(pace, "probe_of", lambda device: slow_on_rank_1):
             trainer.train()
     return said, diverged, marks.found
+
+
+def test_each_training_of_one_trainer_compares_the_ranks_anew(tmp_path: Path) -> None:
+    case = Case("pace", arguments={"max_steps": 1})
+    trainer = make_trainer(case, tmp_path, is_patched=True)
+    with patch.object(watching, "PaceCheck", wraps=pace.PaceCheck) as made:
+        trainer.train()
+        trainer.train()
+    assert made.call_count == 2
 
 
 def test_ranks_that_disagree_or_diverge_under_a_trainer(tmp_path: Path) -> None:
