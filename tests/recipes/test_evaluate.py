@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from longctx_patch.cli.main import main as longctx
 from longctx_patch.recipes import evaluate, finetune, models, sft
-from longctx_patch.recipes.evaluated import base_of, find
+from longctx_patch.recipes.evaluated import base_of, config_of, find, load
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.model_card import ADAPTER_FILE
 from longctx_patch.recipes.settings import parse_settings
@@ -119,7 +119,8 @@ def test_which_weights_a_run_stands_for(run: Path, base: Path) -> None:
 
 def test_an_adapter_over_a_base_that_changed_is_refused(run: Path, base: Path) -> None:
     final = run / "training/final"
-    assert find(str(final)).model == str(base)
+    found = find(str(final)).with_(dtype="float32")
+    assert found.model == str(base)
     weights = base / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-64] + bytes(64))
     for place in (run, final):
@@ -127,6 +128,8 @@ def test_an_adapter_over_a_base_that_changed_is_refused(run: Path, base: Path) -
             ValueError, match=r"trained over: \S+ is .*longctx merge \S+final --base"
         ):
             find(str(place))
+    with pytest.raises(ValueError, match="is not the one that the adapter was trained over"):
+        load(found, config_of(found), torch.device("cpu"), sharded=False, say=print)
 
 
 def test_the_context_is_evaluated_during_training(
