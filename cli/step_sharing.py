@@ -78,7 +78,7 @@ class Sharer:
     settings: Settings
     """Their degrees are ignored."""
     config: Any
-    """Of the model, as it is trained."""
+    """The config of the model that is trained."""
     cluster: Cluster | None
     """None if --gpus names no kind."""
 
@@ -310,7 +310,8 @@ def cluster_of(options: PatchOptions) -> Cluster | None:
 
 
 def why_unpredicted(config: Any, *, is_dpo: bool) -> str:
-    """What of a run is not predicted, such as the experts of its model; empty if all is."""
+    """Names what the prediction of a run leaves out, such as the experts of its model; empty if it
+    has all."""
     facts = ModelFacts.of(config)
     found = facts.unpredicted
     if found and found == facts.unmeasured:  # "layer 0 is mamba" is no option

@@ -153,7 +153,7 @@ def _with_adapter(folder: Path, *, label: str) -> Evaluated:
 
 
 def _problems_of_base(adapter: Path, base: str) -> list[str]:
-    """Of a base whose files are on this machine."""
+    """Compares the files of a base that are on this machine with those of the adapter's run."""
     return base_problems(
         adapter,
         weight_files(base),

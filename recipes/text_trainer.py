@@ -271,7 +271,7 @@ class StepCallback(MetricsCallback):
 
 
 def arguments_of(settings: Settings, accelerator: Any) -> TrainingArguments:
-    """What of the settings transformers' loop reads."""
+    """Gives transformers' loop those of the settings that it reads."""
     return TrainingArguments(
         output_dir=settings.output,
         max_steps=settings.max_steps,

@@ -33,8 +33,8 @@ class RunData(NamedTuple):
 
     @property
     def losses(self) -> dict[str, Losses]:
-        """What of the records is in no row, by `train` and `eval`. Rows that are held out of the
-        train table have no losses of their own."""
+        """Counts the records that are in no row, by `train` and `eval`. Rows that are held out of
+        the train table have no losses of their own."""
         losses, held_out = losses_of(self.train), losses_of(self.evaluation)
         return {"train": losses} if held_out == losses else {"train": losses, "eval": held_out}
 

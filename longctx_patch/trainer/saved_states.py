@@ -1,5 +1,5 @@
-"""What of a trainer's checkpoint is large: weights and the optimizer's states by name, in one
-format for DDP, FSDP2 and any number of processes, and weights as `from_pretrained` loads them.
+"""Writes the large parts of a trainer's checkpoint: weights and the optimizer's states by name, in
+one format for DDP, FSDP2 and any number of processes, and weights as `from_pretrained` loads them.
 
 Both may be written while the training goes on, from copies on the host; all else is small, and is
 written before. transformers and callbacks write, read and upload a checkpoint in one go, so

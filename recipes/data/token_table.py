@@ -92,7 +92,7 @@ def table_of(source: str, reading: RowReading, *, num_proc: int = 1) -> Dataset:
 
 
 def losses_of(table: Any) -> Losses:
-    """What of the records is in no row of a table, or of one that is made of several."""
+    """Counts the records that are in no row of a table, or of one that is made of several."""
     files = getattr(table, "cache_files", ())
     folders = {Path(found["filename"]).parent: None for found in files}
     return Losses.joined(_losses_in(folder) for folder in folders if (folder / SEAL).is_file())
