@@ -122,7 +122,7 @@ class _Loaded:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Adapted(ContextSettings, _Loaded):
-    """Chooses the weights that are trained."""
+    """The weights that are trained."""
 
     lora: bool = setting("train a LoRA adapter (the default)", default=False)
     full: bool = setting("train every weight", default=False)

@@ -219,7 +219,7 @@ def test_help_beside_a_run_folder_lists_the_flags_of_its_recipe(folder: Path, ru
     assert titles == [
         *("Options:", "The model, and how it is loaded:"),
         *("How long rows are, and the context that RoPE is scaled for:",),
-        *("What of the model is trained:", "What ends a run, or leaves out a step:"),
+        *("The weights that are trained:", "What ends a run, or leaves out a step:"),
         *("What is evaluated during the training:",),
         *("The data and the output:", "How ranks share a row:", "The training itself:"),
     ]
