@@ -9,9 +9,9 @@ are the Python sources and the docstrings of each package that is installed here
 `HELD_OUT` are kept for evaluation. Short ones are the packages' descriptions, the docstrings of a
 file, and those of --short. With --recalls, statements in long documents are made again further on
 (artificial needles, arXiv 2406.19292). No task has their wordings, but passkey's question has the
-form of the last one. --other names texts of another kind than those trained on: the loss at 0 to 8K
-tokens has to stay. Needles are hidden in what is kept, or in the prose of --haystack (RULER hides
-them in essays).
+form of the fourth one. --other names texts of another kind than those trained on: the loss at 0 to
+8K tokens has to stay. Needles are hidden in what is kept, or in the prose of --haystack (RULER
+hides them in essays).
 Writes extension.jsonl, extension.md, and each evaluation's scores.json and scores.png. Started
 again, it leaves out the commands that have ended well; other texts need another --out.
 """
@@ -47,8 +47,8 @@ MOST_HELD = 600_000
 """Characters of a joined document, about 30, 900 and 180 thousand tokens."""
 MOST_TRAINED = 40_000_000
 """Characters of long documents of each kind: together what the longest run reads."""
-RECALL_EVERY = 2_000
-"""Characters between statements that are made again, about 600 tokens."""
+RECALL_EVERY = 1_200
+"""Characters between statements that are made again, about 350 tokens."""
 SPACE = re.compile(r"\s")
 RECALL_TOKENS = 60
 """What a statement that is made twice adds to a document."""
@@ -63,6 +63,15 @@ WORDINGS = (
     ),
     ("{code} belongs to the {thing}.", "Which number belongs to the {thing}? It is {code}."),
     ("The {thing} is {code}, whatever follows.", "As before, the {thing} is {code}."),
+    (
+        "The code of the {thing} is {code}; {code} is what it answers to.",
+        "What is the code of the {thing}? The code of the {thing} is {code}.",
+    ),
+    (
+        "The value that was chosen for {thing}: {code}.",
+        "What is the value that was chosen for {thing} in the text above? "
+        "The value that was chosen for {thing} in the text above is {code}.",
+    ),
 )
 """A statement, and how it is made again."""
 PIECE = 1.12
@@ -95,12 +104,12 @@ RUNS = {
         learning_rate=5e-4,
     ),
     "theta_128k": Run(
-        context="128K", stages="32K:8,128K:130", options=("--rope", "theta", "--full")
+        context="128K", stages="32K:8,128K:160", options=("--rope", "theta", "--full")
     ),
-    "yarn_128k": Run(context="128K", stages="32K:8,128K:130", options=("--rope", "yarn", "--full")),
+    "yarn_128k": Run(context="128K", stages="32K:8,128K:160", options=("--rope", "yarn", "--full")),
     "longlora_128k": Run(
         context="128K",
-        stages="32K:8,128K:130",
+        stages="32K:8,128K:160",
         options=("--rope", "theta", "--lora", "--also-train", "embeddings,norms"),
         learning_rate=5e-4,
     ),
@@ -169,7 +178,7 @@ def with_recalls(text: str, draw: random.Random, row_chars: int) -> str:
     span = min(row_chars, len(text))
     added: list[tuple[int, str]] = []
     for number in range(len(text) // RECALL_EVERY):
-        thing = f"{draw.choice(words)} {draw.choice(words)}"
+        thing = draw.choice(words) + draw.choice(" -") + draw.choice(words)
         code = "".join(draw.choices("0123456789", k=draw.randint(4, 8)))
         if number % 3:
             begins = number % 4 == 1
