@@ -73,22 +73,18 @@ class Measured(NamedTuple):
         return result_with(job, replace(found.candidate, policies=policies)) if policies else found
 
     def line(self) -> str:
-        """The row's line in such a table."""
+        """The line of the page's table: what was measured, and how far the prediction is off."""
         result = self.predicted()
-        peak, seconds = result.memory.total / GIB, result.time.total
         notes = " without FSDP" * (not self.fsdp) + " states on the host" * self.states_on_host
         notes += " (recipe)" * self.is_recipe
         notes += f", {self.policies}" * bool(self.policies)
         gpus = f"{self.gpus}" if self.gpu == "H200" else f"{self.gpus} {self.gpu}"
-        host = "| | |"
-        if self.host_gib is not None:
-            found = result.host_bytes / GIB
-            host = f"| {self.host_gib:.1f} | {found / self.host_gib - 1:+.1%} |"
-        return (
-            f"| {gpus} | `{self.run}`{notes} "
-            f"| {peak:.1f} | {self.peak_gib:.1f} | {peak / self.peak_gib - 1:+.1%} "
-            f"| {seconds:.3f} | {self.seconds:.3f} | {seconds / self.seconds - 1:+.1%} {host}"
-        )
+        line = f"| {gpus} | `{self.run}`{notes} |"
+        line += f" {self.peak_gib:.1f} ({result.memory.total / GIB / self.peak_gib - 1:+.1%}) |"
+        line += f" {self.seconds:.3f} ({result.time.total / self.seconds - 1:+.1%}) |"
+        if self.host_gib is None:
+            return line + " |"
+        return line + f" {self.host_gib:.1f} ({result.host_bytes / GIB / self.host_gib - 1:+.1%}) |"
 
 
 def _runs(known: str) -> tuple[Measured, ...]:
