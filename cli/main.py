@@ -69,7 +69,7 @@ class ClearErrors(click.Group):
 
 def keep_bytecode() -> None:
     """Keep what Python compiles among the user's caches, from the next import on, where it keeps
-    nothing itself: imports of a training take 20 s then, and 6 with it (docs/results).
+    nothing itself: imports of a training take 20 s then, and 6 with it.
 
     Nothing changes where PYTHONPYCACHEPREFIX is set, and where others can write into the user's
     caches: what is in them would be run.
