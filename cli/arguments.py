@@ -91,7 +91,7 @@ def _click_option(of: Field[Any], kind: Any) -> Callable[[Any], Any]:
 
 
 def _taken(kind: Any) -> dict[str, Any]:
-    """What an option of a field of this type takes, as attributes of click's option."""
+    """Returns what an option of a field of this type takes, as attributes of click's option."""
     if NoneType in get_args(kind):
         (kind,) = set(get_args(kind)) - {NoneType}
     if get_origin(kind) is Sequence:

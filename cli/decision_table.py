@@ -217,7 +217,7 @@ def _kernel_rows(model_config: Any) -> list[Row]:
 
 
 def _prediction_rows(decisions: Decisions) -> list[Row]:
-    """What is predicted, or why it is not although it was asked for."""
+    """Returns what is predicted, or why it is not although it was asked for."""
     result = decisions.sharing.predicted
     if result is None:
         why = why_unpredicted(decisions.model_config, is_dpo=decisions.task.recipe == "dpo")
@@ -239,7 +239,7 @@ def _prediction_rows(decisions: Decisions) -> list[Row]:
 
 
 def _is_causal(decisions: Decisions) -> bool:
-    """Whether each token sees all before it, which is what the planner counts."""
+    """Says whether each token sees all before it, which is what the planner counts."""
     settings = decisions.settings
     reaches = ModelFacts.of(decisions.model_config).reaches_in(settings.seq_len)
     is_local = any(reach.is_local for reach in reaches)

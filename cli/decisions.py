@@ -91,7 +91,7 @@ class Decisions:
 
     @property
     def start_command(self) -> str:
-        """What starts the run: on one machine `longctx train`, on several their launchers."""
+        """Returns what starts the run: `longctx train` on one machine, launchers on several."""
         if self.options.nodes > 1:
             return self.launch_command
         words = ["longctx", "train", str(self.options.folder)]
@@ -99,7 +99,7 @@ class Decisions:
 
     @property
     def launch_command(self) -> str:
-        """What starts the processes of one machine."""
+        """Returns what starts the processes of one machine."""
         words = [
             "accelerate",
             "launch",

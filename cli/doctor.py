@@ -40,7 +40,7 @@ class Diagnosis:
         return list(dict.fromkeys(each.name for _, each in self.checks if each.state == "failed"))
 
     def as_json(self) -> dict[str, Any]:
-        """What `--json` prints."""
+        """Returns what `--json` prints."""
         checks = [{"host": host, **asdict(each)} for host, each in self.checks]
         return {"ok": not self.failed, "checks": checks, "next": self.next}
 
@@ -76,7 +76,7 @@ def doctor_command(out: Path, limit: float, quick: bool, as_json: bool) -> None:
 
 
 def _without_torch() -> Diagnosis | None:
-    """What can be said where torch is missing or does not load; None where it does."""
+    """Returns what can be said where torch is missing or does not load; None where it does."""
     try:
         import torch  # noqa: F401
     except (ImportError, OSError) as error:  # a library of CUDA that is missing is an OSError
@@ -125,7 +125,7 @@ def _of_machine(out: Path, gpus: "Gpus", *, quick: bool, times_kernels: bool) ->
 
 
 def _kernels(*, timed: bool) -> dict[str, Any]:
-    """What `longctx kernels` knows; kernels are checked and timed if the GPU has room for it."""
+    """Returns what `longctx kernels` knows; checks and times kernels if the GPU has room for it."""
     import torch
 
     from longctx_patch.cli import kernels
@@ -156,7 +156,7 @@ def _with_world(
 
 
 def next_command(gpus: "Gpus") -> str:
-    """What a user of this machine runs next."""
+    """Returns what a user of this machine runs next."""
     if not gpus.seen:
         return "longctx patch MODEL --seq-len 2048 --gpus 2 --cpu --data texts/ --out run/"
     near = machine_of(gpus.seen[0].name, gpus.seen[0].total_bytes)

@@ -143,7 +143,7 @@ class Decided(NamedTuple):
 
 
 def decide(target: str, options: EvalOptions, *, is_dry: bool) -> Decided:
-    """What is evaluated, over which processes. Reads files, and no weights.
+    """Returns what is evaluated, over which processes. Reads files, and no weights.
 
     Raises ValueError for what can't be evaluated.
     """
@@ -304,8 +304,8 @@ def _degrees(
 
 
 def _is_sharded(model: "Evaluated", config: Any, number: int, *, cpu: bool) -> bool:
-    """Whether the weights don't fit whole. Raises ValueError where they don't fit at all, by an
-    estimate that leaves some memory to the rows, whose need is not predicted."""
+    """Says whether the weights don't fit whole. Raises ValueError where they don't fit at all, by
+    an estimate that leaves some memory to the rows, whose need is not predicted."""
     from longctx_patch.recipes.evaluated import num_bytes
 
     memory, taken = memory_of_each(number, cpu=cpu), num_bytes(model, config, on_cpu=cpu)

@@ -58,7 +58,7 @@ def kernels_command(as_json: bool, measure: bool | None) -> None:
 
 
 def report(measure: bool | None) -> dict[str, Any]:
-    """What `--json` prints. Where a GPU is, rates are measured: anew, never, or (None) once."""
+    """Returns what `--json` prints. On a GPU, rates are measured: anew, never, or (None) once."""
     import torch
 
     has_gpu = torch.cuda.is_available()
@@ -166,7 +166,7 @@ def _row(
 
 
 def _missing(record: "Record") -> str | None:
-    """Why a kernel can't be used; on a machine without a GPU also the package that it needs."""
+    """Says why a kernel can't be used; without a GPU also which package it needs."""
     kernel, package = record.kernel, record.package
     reason = kernel.refuses(typical_request(kernel.domain.device_type or "cpu"))
     if reason is None or package is None or package.version is not None:

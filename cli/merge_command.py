@@ -45,7 +45,7 @@ def merge_command(run: Path, out: Path | None, dtype: str | None, base: str) -> 
 
 
 def render(merged: "Merged") -> str:
-    """What was written, and how to serve it."""
+    """Returns what was written, and how to serve it."""
     config = merged.config
     rope = getattr(config, "rope_parameters", None) or {}
     length = config.max_position_embeddings

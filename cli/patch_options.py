@@ -104,7 +104,7 @@ class PatchOptions(TrainingOptions, RopeOptions):
 
     @property
     def own_template(self) -> Path:
-        """Where the run folder keeps the chat template that was given."""
+        """Returns where the run folder keeps the chat template that was given."""
         return self.folder / "chat_template.jinja"
 
     @property
@@ -134,7 +134,7 @@ class PatchOptions(TrainingOptions, RopeOptions):
 
     @property
     def fsdp(self) -> bool:
-        """Whether parameters are sharded: Accelerate does that on GPUs, and not in 4 bits."""
+        """Says whether parameters are sharded: Accelerate does that on GPUs, and not in 4 bits."""
         return not (self.cpu or self.load_in_4bit)
 
     def check(self) -> None:

@@ -60,7 +60,7 @@ class PlanOptions(TrainingOptions):
             )
 
     def job(self, model: str, config: Any) -> Job:
-        """What is to be trained. Raises ValueError for GPUs and models that are not known."""
+        """Returns what is to be trained. Raises ValueError for unknown GPUs and models."""
         from longctx_patch.hf.layers.fused_layers import LIGER_FAMILIES
         from longctx_patch.recipes.also_train import also_trained
         from longctx_patch.recipes.models import weights_dtype

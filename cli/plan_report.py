@@ -158,14 +158,14 @@ def _candidate(result: Result) -> dict[str, Any]:
 
 
 def _offload(result: Result) -> str:
-    """Which parts of the training are in host memory."""
+    """Returns which parts of the training are in host memory."""
     parts = ["checkpoints"] if count_on_host(result.candidate.policies) else []
     parts += ["states"] if result.candidate.offload_states else []
     return " and ".join(parts) or "none"
 
 
 def _choice_by_layer(result: Result) -> str:
-    """What the layers do under a policy that chooses by layer; empty under the others."""
+    """Returns what the layers do under a policy that chooses by layer; empty under the others."""
     candidate = result.candidate
     if not POLICIES[candidate.checkpoint].chooses_by_layer:
         return ""

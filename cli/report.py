@@ -75,7 +75,7 @@ def page(data: RunData) -> str:
 
 
 def _context(data: RunData) -> Iterable[str]:
-    """What `longctx eval` has found last."""
+    """Returns what `longctx eval` has found last."""
     if data.scores is None:
         return
     from longctx_patch.cli.eval_result import read_result, table

@@ -50,7 +50,7 @@ class RunData:
 
     @property
     def merges(self) -> bool:
-        """Whether it is an adapter over a checkpoint, not over the random weights of a config."""
+        """Says whether it is an adapter over a checkpoint, not over a config's random weights."""
         is_adapter = self.final is not None and (self.final / "adapter_config.json").is_file()
         return is_adapter and not str(self.settings.get("model", "")).endswith(".json")
 
@@ -129,7 +129,7 @@ def _series(lines: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Points], list
 
 
 def _lengths(lines: Iterable[Mapping[str, Any]]) -> list[tuple[int, int]]:
-    """Where rows of each length begin; nothing where all are alike."""
+    """Returns where rows of each length begin; nothing where all are alike."""
     found = list[tuple[int, int]]()
     for line in lines:
         step, seq_len = line.get("step"), line.get("seq_len")
@@ -174,7 +174,7 @@ def _state(
 
 
 def _changed(asked: Mapping[str, Any], recorded: Mapping[str, Any]) -> str:
-    """What the last start had otherwise than the run folder, by flags such as other degrees."""
+    """Lists what the last start changed of the run folder by flags, such as other degrees."""
     changed = [
         f"{name} {recorded[name]} (was {value})"
         for name, value in asked.items()
@@ -187,7 +187,7 @@ def _changed(asked: Mapping[str, Any], recorded: Mapping[str, Any]) -> str:
 
 
 def _flights(output: Path) -> list[str]:
-    """What ranks of a job that hung have left: where each was."""
+    """Returns what ranks of a job that hung have left: where each was."""
     from longctx_patch.checkpoints.series import FLIGHT  # with torch, which takes seconds
 
     records = [_json(path) for path in sorted((output / FLIGHT).glob("rank_*.json"))]

@@ -25,12 +25,12 @@ Mark = Callable[[str], str]
 
 
 def green(text: str) -> str:
-    """How learned tokens are marked with colours."""
+    """Returns how learned tokens are marked with colours."""
     return click.style(text, fg="green")
 
 
 def braced(text: str) -> str:
-    """How learned tokens are marked without colours."""
+    """Returns how learned tokens are marked without colours."""
     return f"{{+{text}+}}"
 
 
@@ -102,5 +102,5 @@ def _runs(decode: Decode, ids: list[int], learned: list[bool], mark: Mark) -> st
 
 
 def _splits_words(decode: Decode, ids: list[int]) -> bool:
-    """Whether a tokenizer puts a space between tokens when it joins them."""
+    """Says whether a tokenizer puts a space between tokens when it joins them."""
     return len(ids) > 1 and decode(ids[:2]) == f"{decode(ids[:1])} {decode(ids[1:2])}"

@@ -42,7 +42,7 @@ class SeenData(NamedTuple):
 
 
 def data_of_run(file: Path) -> SeenData:
-    """What the run with this settings file will train on. Raises ValueError as the run would."""
+    """Returns what the run with this settings file trains on. Raises ValueError as the run does."""
     return _of_text(file) if "text" in read_yaml(file) else _of_tables(file)
 
 
@@ -134,7 +134,7 @@ def _table_facts(data: RunData, table: Any) -> Facts:
 
 
 def _shares(data: RunData) -> Facts:
-    """What each of several sources has of the train table's tokens."""
+    """Returns what each of several sources has of the train table's tokens."""
     if len(data.sources) < 2:
         return []
     lengths, drawn = lengths_of(data.train), data.train._indices

@@ -38,7 +38,7 @@ def write(decisions: Decisions) -> None:
 
 
 def render(decisions: Decisions) -> str:
-    """What the command prints: the decisions and the one command."""
+    """Returns what the command prints: the decisions and the one command."""
     start = "Start it" if decisions.has_text else f"Start it, with your text for {NO_TEXT}"
     written = f"Written to {decisions.options.folder} (README.md says more). {start}:"
     look = []
@@ -51,7 +51,7 @@ def render(decisions: Decisions) -> str:
 
 
 def _lost(decisions: Decisions) -> list[str]:
-    """What the run would not train on, of the records that were read."""
+    """Returns what the run would not train on, of the records that were read."""
     losses = decisions.losses
     lines = [f"{what} {number} {text}" for what, number, text in losses.facts()]
     if losses.are_many and not decisions.options.allow_dropped:
@@ -62,7 +62,7 @@ def _lost(decisions: Decisions) -> list[str]:
 
 
 def _plan_json(decisions: Decisions) -> str:
-    """What was decided and predicted, for `longctx report`."""
+    """Returns what was decided and predicted, for `longctx report`."""
     memory = decisions.sharing.predicted and decisions.sharing.predicted.memory.total
     content = {"decided": table(decisions), "memory_bytes": memory}
     return json.dumps(content, indent=2) + "\n"

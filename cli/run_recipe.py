@@ -32,7 +32,7 @@ class Task(NamedTuple):
 
 
 def choose_task(options: PatchOptions) -> Task:
-    """What was asked for, or what the first records of the data need.
+    """Returns what was asked for, or what the first records of the data need.
 
     Raises ValueError for data that the recipe can't take.
     """

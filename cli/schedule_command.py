@@ -125,8 +125,8 @@ def _heads_of(model: str) -> dict[str, Any]:
 
 
 def _recurrences(model: str | None, workload: Workload) -> dict[RecurrentWork, float]:
-    """How many recurrent layers the model has for each one with attention, which count in the
-    choice of degrees."""
+    """Counts how many recurrent layers the model has for each one with attention, which count in
+    the choice of degrees."""
     if model is None:
         return {}
     config = load_model_config(model)
@@ -259,7 +259,7 @@ def render(prediction: Prediction, caption: str) -> str:
 
 
 def _balance(prediction: Prediction) -> str:
-    """How evenly work is split, and how long GPUs wait in practice.
+    """Returns how evenly work is split, and how long GPUs wait in practice.
 
     Ranks of SPARSE_PLAN, which sends only what some query sees, don't go step by step, so that an
     imbalance by steps would say nothing of them.

@@ -110,7 +110,7 @@ class Sharer:
         return Sharing(settings=chosen.settings, why=why, predicted=best)
 
     def _forwards(self, degree: int) -> int:
-        """How many rows each group of `degree` GPUs trains in a step, one after the other.
+        """Counts how many rows each group of `degree` GPUs trains in a step, one after the other.
 
         Raises ValueError if some groups would have more rows than others.
         """
@@ -143,7 +143,7 @@ class Sharer:
         return found
 
     def _run(self, settings: Settings) -> Result:
-        """What a run with these settings takes."""
+        """Returns what a run with these settings takes."""
         on_host, rows = self.options.states_on_host, self.options.step_rows
         assert self.cluster is not None
         return predict_run(
@@ -151,7 +151,7 @@ class Sharer:
         )
 
     def _prediction(self, settings: Settings) -> Result | None:
-        """What the run is predicted to take; None where it is not (`why_unpredicted`).
+        """Returns what the run is predicted to take; None where it is not (`why_unpredicted`).
 
         Raises ValueError where the run is predicted not to fit, with what to change.
         """
@@ -203,7 +203,7 @@ class Sharer:
 
     @property
     def _layers(self) -> Counter[Workload]:
-        """How many layers there are of each kind, over all rows of the sample."""
+        """Counts how many layers there are of each kind, over all rows of the sample."""
         facts, seq_len = self._facts, self.settings.seq_len
         latents = self.settings.kv_exchange != "heads"
         return Counter(
@@ -225,7 +225,7 @@ class Sharer:
 
     @property
     def _recurrences(self) -> Counter[RecurrentWork]:
-        """How many recurrences there are of each kind, over all rows of the sample."""
+        """Counts how many recurrences there are of each kind, over all rows of the sample."""
         layers, found = recurrent_layers(self.config), Counter[RecurrentWork]()
         if layers is not None and layers.recurrence is not None:
             for lengths in self._rows:
@@ -247,7 +247,7 @@ class Sharer:
 
 
 def _faster(best: Result, chosen: Result) -> str:
-    """What to add to the command to train as fast as `best`; empty if it is no faster."""
+    """Returns what to add to the command to train as fast as `best`; empty if it is no faster."""
     gpus, degree = best.job.cluster.num_gpus, best.candidate.sequence_degree
     speeds = [each.tokens_per_second_per_gpu * gpus for each in (best, chosen)]
     if not best.fits or speeds[0] <= speeds[1] * (1 + TIE):

@@ -71,7 +71,7 @@ def bars_of(prediction: Prediction) -> list[Bar]:
 
 
 def _computed(span: Span, prediction: Prediction) -> tuple[str, str]:
-    """What `Q<rank> x KV<rank or all>` is to this rank; ranks are those of the ring."""
+    """Returns what `Q<rank> x KV<rank or all>` is to this rank; ranks are those of the ring."""
     if 1 < prediction.ulysses_degree == prediction.ranks:
         return OWN_HEADS
     own = span.rank // prediction.ulysses_degree
@@ -206,7 +206,7 @@ def draw_schedule(
 
 
 def describe(workload: Workload, hardware: Hardware) -> str:
-    """What was assumed, on one line."""
+    """Returns what was assumed, on one line."""
     batch = f"batch {workload.batch}, " if workload.batch > 1 else ""
     heads = f"{workload.num_heads} / {workload.num_kv_heads} heads of {workload.head_dim}"
     heads += f", latents of {workload.latent_dim}" if workload.latent_dim else ""

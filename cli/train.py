@@ -172,7 +172,7 @@ def _whole(name: str, text: str) -> int:
 
 
 def hides_gpus(launch: Mapping[str, Any]) -> bool:
-    """Whether processes run on the CPU, as `longctx patch --cpu` writes it."""
+    """Says whether processes run on the CPU, as `longctx patch --cpu` writes it."""
     return bool(launch.get("use_cpu")) or str(launch.get("gpu_ids", "")).startswith("-1")
 
 
@@ -321,7 +321,7 @@ def handing_signals_on() -> Iterator[None]:
 
 
 def ending_of(failures: Mapping[int, Any]) -> str:
-    """What is to be said of processes that ended a run, beyond what they have said themselves.
+    """Returns what is to be said of processes that ended a run, beyond what they said themselves.
 
     A process that lost another one fails too, and torch notices a signal late: so those that a
     signal ended come first, then the others in the order of their time.

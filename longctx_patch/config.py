@@ -237,7 +237,7 @@ class LongContextConfig:
         return [PLANS[name] for name in (self.plan, self.backward_plan) if name in PLANS]
 
     def heads_travel_because(self) -> str | None:
-        """Why latents can't travel under these degrees and plans, in words; None: they can."""
+        """Says why latents can't travel under these degrees and plans, in words; None: they can."""
         if self.ulysses_degree > 1:
             return (
                 f"ulysses_degree={self.ulysses_degree} exchanges heads, so latents are expanded "
@@ -282,7 +282,7 @@ class LongContextConfig:
         is_causal: bool,
         gpus_per_node: int = GPUS_PER_NODE,
     ) -> Setting:
-        """How a call runs: plans that are named stay, and `auto` takes those of a rule
+        """Returns how a call runs: plans that are named stay, and `auto` takes those of a rule
         (`plans.generators.table.auto_plan`), or the sparse plan where a mask leaves blocks out.
 
         Args:
@@ -321,7 +321,7 @@ class LongContextConfig:
         )
 
     def layout_of(self, documents: Documents) -> Layout:
-        """Which tokens of a row each rank of the group holds."""
+        """Returns which tokens of a row each rank of the group holds."""
         name = self.placement_of(documents)
         return place(name, documents, ring=self.ring_degree, ulysses=self.ulysses_degree)
 

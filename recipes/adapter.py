@@ -181,7 +181,6 @@ def _check_tied(model: Any, wrappers: dict[str, Any]) -> None:
 
 
 def _are_equal_copies(one: Any, other: Any) -> bool:
-    """Whether two wrappers train their modules as a whole, to the same weights: one that was tied
-    (`ensure_weight_tying`)."""
+    """Says whether two wrappers train the same weights as a whole (`ensure_weight_tying`)."""
     saved = all(hasattr(wrapper, "modules_to_save") for wrapper in (one, other))
     return saved and torch.equal(one.weight, other.weight)

@@ -98,6 +98,6 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _ties(model: Any) -> bool:
-    """Whether embeddings and head share their weights."""
+    """Says whether embeddings and head share their weights."""
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     return all(end is not None for end in ends) and ends[0].weight is ends[1].weight

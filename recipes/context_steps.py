@@ -13,7 +13,7 @@ from longctx_patch.trainer.context_scores import ContextEvaluationCallback
 
 
 def asked_of(settings: ModelSettings) -> ContextEvaluation:
-    """What is evaluated at steps of a run."""
+    """Returns what is evaluated at steps of a run."""
     return ContextEvaluation(
         lengths=settings.context_lengths,
         tasks=tasks_of(settings.eval_context_tasks),

@@ -74,7 +74,7 @@ class EvalSettings:
 
     @classmethod
     def read(cls, folder: Path) -> "EvalSettings":
-        """What was written into a folder."""
+        """Returns what was written into a folder."""
         found = json.loads((folder / ASKED_FILE).read_text(encoding="utf-8"))
         found["models"] = [Evaluated(**model) for model in found["models"]]
         return cls(**found)
@@ -104,7 +104,7 @@ class EvalSettings:
         )
 
     def sources(self) -> Sources:
-        """What the tasks' texts are made of."""
+        """Returns what the tasks' texts are made of."""
         files = {name: Path(getattr(self, name)) for name in FILES if getattr(self, name)}
         return Sources(**files, text=joined_text(self.haystack or self.text, self.text_field))
 
@@ -152,7 +152,7 @@ def long_texts(
 
 
 def refusal(settings: EvalSettings) -> str | None:
-    """Why the processes would refuse, in words, as far as it is known without weights."""
+    """Says why the processes would refuse, in words, as far as it is known without weights."""
     disable_progress_bars()
     checked = set[str]()
     try:
@@ -173,7 +173,7 @@ def refusal(settings: EvalSettings) -> str | None:
 
 
 def tasks_problem(asked: ContextEvaluation, tokenizer: Any, option: str = "--tasks") -> str | None:
-    """Which tasks no sample can be made of at some length, each with the reason, and which can."""
+    """Says of which tasks no sample can be made at some length, why, and which tasks can."""
     for task in asked.tasks:
         require_choice(option, task, [*TASKS, RULER])
     depths = asked.depths and asked.depths[:1]
@@ -225,7 +225,7 @@ def write_scores(folder: Path, models: Sequence[Mapping[str, Any]]) -> None:
 
 
 def result_of(model: Evaluated, settings: EvalSettings, accelerator: Any) -> dict[str, Any]:
-    """What scores.json says of a model. Collective."""
+    """Returns what scores.json says of a model. Collective."""
     say = partial(_say, accelerator)
     device = accelerator.device
     config, tokenizer = config_of(model), models.load_tokenizer(model)

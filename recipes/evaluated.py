@@ -51,12 +51,12 @@ class Evaluated(Parallelism, ModelSettings):
 
     @property
     def is_trained(self) -> bool:
-        """Whether its folder says the RoPE that it was trained with."""
+        """Says whether its folder says the RoPE that it was trained with."""
         return has_config(self.adapter) if self.adapter else bool(self.base)
 
 
 def has_config(adapter: str) -> bool:
-    """Whether an adapter's folder has a config.json, as those have that were trained here."""
+    """Says whether an adapter's folder has a config.json, as those have that were trained here."""
     return (Path(adapter) / "config.json").is_file()
 
 
@@ -240,7 +240,7 @@ def reach_of(settings: Evaluated) -> int | None:
 
 
 def notes_of(settings: Evaluated, config: PreTrainedConfig, longest: int) -> Iterator[str]:
-    """What a reader of the scores has to know of the model. `longest`: tokens of a row."""
+    """Says what a reader of the scores has to know of the model. `longest`: tokens of a row."""
     yield f"weights in {settings.dtype}"
     reach = reachable_length(config)
     if reach is not None and reach < longest:
@@ -255,7 +255,7 @@ def notes_of(settings: Evaluated, config: PreTrainedConfig, longest: int) -> Ite
 
 
 def num_bytes(settings: Evaluated, config: PreTrainedConfig, *, on_cpu: bool) -> int:
-    """What the model's weights take in the dtype in which they are evaluated."""
+    """Returns what the model's weights take in the dtype in which they are evaluated."""
     with torch.device("meta"):
         model = auto_class(config).from_config(config)
     dtype = getattr(torch, with_dtype(settings, config, on_cpu=on_cpu).dtype)

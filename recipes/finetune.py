@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def output_of(settings: Settings) -> Output:
-    """Where the run writes, and how it is asked to begin there."""
+    """Returns where the run writes, and how it is asked to begin there."""
     return Output(
         folder=Path(settings.output),
         checkpoints=checkpoints_of(settings.output),
@@ -175,7 +175,7 @@ def train(
 
 
 def read_inputs(settings: Settings, accelerator: Any, stages: Stages) -> Inputs:
-    """What the run is made of, as far as it is known before weights are read."""
+    """Returns what the run is made of, as far as it is known before weights are read."""
     device_type = accelerator.device.type
     require_fused_layers(settings.fused_layers, device_type)
     models.check_4bit(settings, fsdp=accelerator.is_fsdp2)
@@ -242,7 +242,7 @@ def trainer_of(
     pace: PaceCheck,
     stop: StopSignals,
 ) -> TextTrainer:
-    """What trains the run, with what runs beside it; every process calls this."""
+    """Returns what trains the run, with what runs beside it; every process calls this."""
     settings, data = job.settings, job.data
     trainer = TextTrainer(
         settings,
@@ -267,7 +267,7 @@ def trainer_of(
 
 
 def model_card(settings: Settings, config: Any, processes: int) -> Card:
-    """What README.md of the trained model says."""
+    """Returns the README.md of the trained model."""
     return card_of(
         settings,
         config,

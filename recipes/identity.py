@@ -69,7 +69,7 @@ def fingerprint(
     processes: int,
     unused: Collection[str] = ("python", "trl"),
 ) -> dict[str, Any]:
-    """What a resumed run must share with the run that it continues, and that run's world.
+    """Returns what a resumed run must share with the run that it continues, and that run's world.
 
     Args:
         config: of the model, as it is trained.
@@ -123,7 +123,7 @@ def check_fingerprint(checkpoint: Path | None, now: Fingerprint, settings: Any) 
 
 
 def is_over(output: Output, now: Fingerprint, settings: Any, length: Mapping[str, object]) -> bool:
-    """Whether the run that is asked for has ended in the output; every process calls this.
+    """Says whether the run that is asked for has ended in the output; every process calls this.
 
     Args:
         now: its fingerprint, with which nothing was trained yet.
@@ -145,7 +145,7 @@ def is_over(output: Output, now: Fingerprint, settings: Any, length: Mapping[str
 
 
 def _others(record: Mapping[str, Any], now: Fingerprint, settings: Any) -> list[Change]:
-    """What another run has. Versions have no part in it, as nothing is trained any more."""
+    """Returns what another run has. Versions have no part in it, as nothing is trained any more."""
     then = record.get("fingerprint", now)
     if not now["weights"]:  # those of a hub name may be gone from this machine
         now = {**now, "weights": then["weights"]}
@@ -173,8 +173,8 @@ def _no_checkpoint(output: Path) -> str:
 
 
 def facts_of(settings: Any) -> dict[str, Any]:
-    """What all ranks must be given alike, with the versions that they run. Where things lie may
-    differ between machines; what lies there is compared later."""
+    """Returns what all ranks must be given alike, with the versions that they run. Where things lie
+    may differ between machines; what lies there is compared later."""
     values = dataclasses.asdict(settings)
     kept = {name: value for name, value in values.items() if name not in PLACES}
     return {"settings": kept, "versions": versions()}
@@ -203,8 +203,9 @@ def weight_files(model: str) -> list[Path]:
 
 
 def base_problems(adapter: Path, files: Iterable[Path], otherwise: str) -> list[str]:
-    """What is wrong where samples of the base's files differ from those of the adapter's run. An
-    adapter that no recipe has written says nothing of them. `otherwise`: what else may be done."""
+    """Says what is wrong where samples of the base's files differ from those of the adapter's run.
+    An adapter that no recipe has written says nothing of them. `otherwise`: what else may be
+    done."""
     runs = [folder for folder in (adapter, adapter.parent) if (folder / RUN_FILE).is_file()]
     then = read_run(runs[0])["fingerprint"].get("weights", {}) if runs else {}
     there = list(files) if then else []

@@ -85,7 +85,7 @@ def one_message(program: str) -> Iterator[None]:
 
 
 def _lost_another(error: RuntimeError) -> bool:
-    """Whether a message could not be exchanged."""
+    """Says whether a message could not be exchanged."""
     return isinstance(error, DistError) or "gloo/transport" in str(error)
 
 

@@ -134,7 +134,7 @@ def job_of(
     fsdp: bool = True,
     rows_per_step: int | None = None,
 ) -> Job:
-    """What these settings train, whatever their degrees. The rows of a forward count as one."""
+    """Returns what these settings train, whatever their degrees; rows of a forward count as one."""
     dtype: WeightsDtype = "float32" if settings.dtype == "float32" else "bfloat16"
     return Job(
         shape=shape_of(config, settings.model),

@@ -130,7 +130,7 @@ def _versioned(package: str) -> str:
 
 
 def ending(final: Path) -> str:
-    """What a recipe prints last: what is where, what to beware of, and the next command."""
+    """Returns what a recipe prints last: what is where, what to beware of, and the next command."""
     lines = [f"saved to {final}; metrics.jsonl beside it has a line per step or log"]
     if is_marked(final):
         lines.append(
@@ -201,13 +201,13 @@ def mark_adapter(folder: Path, config: PreTrainedConfig, base: str) -> bool:
 
 
 def is_marked(folder: Path) -> bool:
-    """Whether an adapter in `folder` must not be loaded over its base's own config."""
+    """Says whether an adapter in `folder` must not be loaded over its base's own config."""
     path = folder / ADAPTER_FILE
     return path.is_file() and MARK in json.loads(path.read_text(encoding="utf-8"))
 
 
 def _changes_rope(config: PreTrainedConfig, base: str) -> bool:
-    """Whether positions differ from the base's as published; yes where that can't be read now."""
+    """Says whether positions differ from the published base's; yes where that can't be read now."""
     try:
         published = load_model_config(base)
     except ValueError:

@@ -191,8 +191,8 @@ def load_model(
 
 
 def reads_shards(settings: ModelSettings) -> bool:
-    """Whether each process reads its own rows of the weights: under FSDP2, unless Accelerate sends
-    them from one process or the settings say no."""
+    """Says whether each process reads its own rows of the weights: under FSDP2, unless Accelerate
+    sends them from one process or the settings say no."""
     is_sent = flag("FSDP_CPU_RAM_EFFICIENT_LOADING")
     return settings.load_sharded and flag("ACCELERATE_USE_FSDP") and not is_sent
 

@@ -53,7 +53,7 @@ class Data(NamedTuple):
 
     @property
     def steps_of_epoch(self) -> float:
-        """How many steps take each row once."""
+        """Counts how many steps take each row once."""
         (stage,) = self.stages
         return len(stage.rows) / stage.order.rows_per_step
 
@@ -66,7 +66,7 @@ class Data(NamedTuple):
 
     @property
     def summary(self) -> str:
-        """How rows were packed and drawn, in each stage."""
+        """Returns how rows were packed and drawn, in each stage."""
         told = [stage.rows.summary for stage in self.stages]
         named = [[str(stage), said] for stage, said in zip(self.stages, told, strict=True)]
         return "\n".join(filter(None, told if len(told) == 1 else chain(*named)))
@@ -99,7 +99,7 @@ class Data(NamedTuple):
         return max(ids.split(row.get("seq_lengths", [len(ids)])), key=len)
 
     def metrics(self, step: int) -> dict[str, float]:
-        """What a line of metrics.jsonl says about the rows of `step` (from 0)."""
+        """Returns what a line of metrics.jsonl says about the rows of `step` (from 0)."""
         stage = self.at(step)
         packed = {"packing_efficiency": stage.rows.efficiency}
         return {"seq_len": stage.of.seq_len, **({} if stage.rows.edges is None else packed)}

@@ -29,7 +29,8 @@ def settings_file_of(folder: str | Path) -> Path | None:
 
 
 def outputs_of(folder: Path) -> tuple[Path, ...]:
-    """Where a run folder's trained models are, or those of an output; none for other folders.
+    """Returns where a run folder's trained models are, or those of an output; none for other
+    folders.
 
     Raises ValueError where there is none yet.
     """
@@ -91,7 +92,7 @@ def mark_ended(output: Path, fingerprint: Mapping[str, Any]) -> None:
 
 
 def ended_record(output: Path) -> dict[str, Any]:
-    """What the file says of a run that has ended there; empty where none has."""
+    """Returns what the file says of a run that has ended there; empty where none has."""
     if not (output / RECORD_FILE).is_file() or not (output / "final").is_dir():
         return {}
     record = _read(output)

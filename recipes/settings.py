@@ -209,11 +209,11 @@ class ModelSettings(_ContextEvaluated):
 
     @property
     def uses_lora(self) -> bool:
-        """Whether an adapter is trained, which is so unless `full` was asked for."""
+        """Says whether an adapter is trained, which is so unless `full` was asked for."""
         return not self.full
 
     def time_limits(self) -> TimeLimits:
-        """How long each part of the run may take before it counts as hung."""
+        """Returns how long each part of the run may take before it counts as hung."""
         return TimeLimits(
             start_s=self.start_timeout, step_s=self.step_timeout, save_s=self.save_timeout
         )
@@ -473,8 +473,8 @@ def parallelism_of(settings: Any) -> LongContextConfig:
 
 
 def parallelism_in(file: Path) -> tuple[LongContextConfig, bool]:
-    """How a run with this settings file cuts its rows, and whether it packs them. The file may be
-    that of any recipe, and may have no data yet."""
+    """Returns how a run with this settings file cuts its rows, and whether it packs them. The file
+    may be that of any recipe, and may have no data yet."""
     values = read_yaml(file)
     given = {name: values[name] for name in PARALLELISM if name in values}
     packed = any(values.get(name) for name in ("pack", "packing", "mixture"))

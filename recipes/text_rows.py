@@ -55,7 +55,7 @@ class Share(NamedTuple):
 
     @property
     def tokens(self) -> str:
-        """What follows its share, in words."""
+        """Says what follows its share, in words."""
         said = f"of the tokens, {self.num_tokens:,}; rows {self.times:.2f} times each of its"
         said = f"{said} {self.num_rows:,}"
         return said if self.times <= MANY_TIMES else f"{said} (WARNING: {REPEATED})"
@@ -244,7 +244,7 @@ def _packed_rows(stream: TokenStream, pieces: Pieces, seq_len: int, which: str =
 
 
 def _packed(pieces: Pieces, seq_len: int) -> dict[str, np.ndarray]:
-    """Where the pieces of packed rows lie, in the order of the rows, and the rows' edges in it."""
+    """Returns where pieces of packed rows lie, in the rows' order, and the rows' edges in it."""
     order, edges = array("q"), array("q", [0])
     for row in pack_lengths(map(int, pieces.lengths), seq_len):
         if pieces.lengths[row].max() > 1:

@@ -157,7 +157,7 @@ def _drawn(sources: Sequence[TextRows], shares: Sequence[float], begins: Sequenc
 
 
 def draws(sources: Sequence[TextRows], shares: Sequence[float]) -> list[int]:
-    """How many rows of each source are drawn: all of them at least."""
+    """Counts how many rows of each source are drawn: all of them at least."""
     sizes = np.array([len(rows) for rows in sources])
     per_row = np.array(shares) / ([rows.num_tokens for rows in sources] / sizes)
     wanted = per_row * (sizes / per_row).max()

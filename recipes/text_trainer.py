@@ -250,7 +250,7 @@ class StepCallback(MetricsCallback):
             self._trainer._watchdog.enter(phase)
 
     def _numbers(self, step: int) -> dict[str, Any]:
-        """What a line says of each step. Ranks agree whether one of them was asked to stop."""
+        """Returns a line's numbers of each step. Ranks agree whether one was asked to stop."""
         trainer, accelerator = self._trainer, self._trainer.accelerator
         numbers, tokens, device = trainer.last_numbers, trainer.tokens, accelerator.device
         mine = [peak_memory_bytes(device), self._stop.asked]

@@ -56,7 +56,7 @@ class RunData(NamedTuple):
 
 
 def tables_of_run(file: Path) -> RunData:
-    """What the run with this settings file will train on. Needs no GPU.
+    """Returns what the run with this settings file will train on. Needs no GPU.
 
     Raises ValueError as the run would.
     """
@@ -74,7 +74,7 @@ def tables_of_run(file: Path) -> RunData:
 
 
 def reading_of(settings: TrlSettings, args: Any, tokenizer: Any, vocab_size: int) -> Reading:
-    """How the records of a run become rows. Raises ValueError for records of another task."""
+    """Returns how a run's records become rows. Raises ValueError for another task's records."""
     kind = first_kind(settings.data[0], settings.text_field)
     is_dpo = not hasattr(args, "assistant_only_loss")
     if is_dpo != (kind == "preference"):

@@ -41,7 +41,7 @@ def _as_text_run(settings: TrlSettings, args: Any) -> Settings:
 
 
 def _why_not(trainer: Any) -> str:
-    """Why a step can't be rehearsed."""
+    """Says why a step can't be rehearsed."""
     if not hasattr(trainer.train_dataset, "__len__"):
         return "the longest row of a stream is not known"
     names = ("gradient_checkpointing", "activation_checkpointing")

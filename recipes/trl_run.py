@@ -133,7 +133,7 @@ def run(method: Method, arguments: Sequence[str] | None = None) -> Any:
 
 
 def output_of(settings: TrlSettings, args: Any) -> Output:
-    """Where the run writes, and how it is asked to begin there."""
+    """Returns where the run writes, and how it is asked to begin there."""
     return Output(
         folder=Path(args.output_dir),
         checkpoints=checkpoints_of(args.output_dir),
@@ -187,7 +187,7 @@ def train(
 
 
 def model_card(method: Method, settings: TrlSettings, trainer: Any) -> Card:
-    """What README.md of the trained model says."""
+    """Returns the README.md of the trained model."""
     args, numbers = trainer.args, {"step": trainer.state.global_step}
     for line in trainer.state.log_history:  # the last of each
         numbers |= {name: line[name] for name in ("loss", "eval_loss") if name in line}
@@ -207,7 +207,7 @@ def model_card(method: Method, settings: TrlSettings, trainer: Any) -> Card:
 
 
 def read_inputs(settings: TrlSettings, args: Any, stages: Stages) -> Inputs:
-    """What the run is made of, as far as it is known before weights are read."""
+    """Returns what the run is made of, as far as it is known before weights are read."""
     device_type = args.device.type
     require_fused_layers(settings.fused_layers, device_type)
     models.check_4bit(settings, fsdp=bool(args.fsdp))
@@ -298,7 +298,7 @@ def load(settings: TrlSettings, config: Any, args: Any, *, sharded: bool = False
 
 
 def callbacks(settings: TrlSettings, args: Any, run: Mapping[str, Any]) -> list[Any]:
-    """What runs beside the trainer. `run`: the fingerprint that its checkpoints get."""
+    """Returns what runs beside the trainer. `run`: the fingerprint that its checkpoints get."""
     found: list[Any] = [MetricsCallback(args.world_size), RunFileCallback(run)]
     if settings.early_stopping:
         found.append(EarlyStoppingCallback(settings.early_stopping))

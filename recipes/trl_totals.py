@@ -45,7 +45,7 @@ class WholeRunTotals(PlainWeights):
         return super()._save_checkpoint(*args, **kwargs)
 
     def _totals(self) -> dict[str, Any]:
-        """What is counted now, as JSON. Collective."""
+        """Returns what is counted now, as JSON. Collective."""
         return {
             "losses": of_all_ranks(float(self._tr_loss)),  # since the last log, by rank
             "total_loss": self._total_loss_scalar,

@@ -58,7 +58,7 @@ class Gpus:
 
 
 def nvidia_smi(*words: str) -> str | None:
-    """What the driver's tool prints, or None where it is missing or fails."""
+    """Returns what the driver's tool prints, or None where it is missing or fails."""
     try:
         done = subprocess.run(
             ["nvidia-smi", *words], capture_output=True, text=True, timeout=_SMI_S, check=True
@@ -132,7 +132,7 @@ def links_of(topology: str, numbers: list[int | None]) -> dict[tuple[int, int], 
 
 
 def check_torch(found: Gpus) -> Check:
-    """Whether torch's build can use the GPUs that are there."""
+    """Checks whether torch's build can use the GPUs that are there."""
     build = "for the CPU" if found.torch_cuda is None else f"for CUDA {found.torch_cuda}"
     text = f"torch {found.torch_version} {build}"
     driver = f"driver {found.driver} for CUDA up to {found.driver_cuda}"
@@ -152,7 +152,7 @@ def check_torch(found: Gpus) -> Check:
 
 
 def _too_old(found: Gpus) -> bool:
-    """Whether the driver is of an older major version of CUDA than torch: minor ones may differ."""
+    """Says whether the major version of the driver's CUDA is older than that of torch's."""
     wanted = found.torch_cuda or _ORDINARY_CUDA
     return found.driver_cuda is not None and _major(found.driver_cuda) < _major(wanted)
 
@@ -162,7 +162,7 @@ def _major(version: str) -> int:
 
 
 def check_gpus(found: Gpus) -> Check:
-    """Whether there are GPUs, of one kind, new enough and free."""
+    """Checks whether there are GPUs, of one kind, new enough and free."""
     if not found.seen:
         fix = "in a container with GPUs: docker run --gpus all"
         return Check("gpus", "warning", "none: runs use the CPU, which is for trying out", fix)
@@ -190,7 +190,7 @@ def check_gpus(found: Gpus) -> Check:
 
 
 def check_links(found: Gpus) -> Check:
-    """How GPUs reach each other's memory."""
+    """Checks how GPUs reach each other's memory."""
     if len(found.seen) < 2:
         return Check("gpu links", "skipped", "fewer than two GPUs")
     kinds = sorted(set((found.links or {}).values())) or ["kind unknown"]

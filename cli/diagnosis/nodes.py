@@ -84,7 +84,7 @@ def launched() -> Place | None:
 
 
 def member(place: Place, checks: list[Check], versions: Mapping[str, str]) -> Member:
-    """What this process tells the others."""
+    """Returns what this process tells the others."""
     has_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= place.local_ranks
     return Member(place, tuple(checks), versions, has_gpu)
 
@@ -143,7 +143,7 @@ def _gather(store: Any, name: str, mine: Any, place: Place, wait: timedelta) -> 
 
 
 def check_versions(members: list[Member]) -> Check:
-    """Whether all ranks have the same versions; others would compute other numbers, or hang."""
+    """Checks whether all ranks have the same versions: others compute other numbers, or hang."""
     by_versions: dict[str, list[int]] = {}
     for each in members:
         text = ", ".join(f"{name} {number}" for name, number in sorted(each.versions.items()))

@@ -45,7 +45,7 @@ class Installed:
 
 
 def installed() -> Installed | None:
-    """What this Python has; None where longctx-patch itself is not installed."""
+    """Returns what this Python has; None where longctx-patch itself is not installed."""
     try:
         ours = distribution(_US)
     except PackageNotFoundError:
@@ -61,7 +61,7 @@ def installed() -> Installed | None:
 
 
 def check_packages(found: Installed | None) -> Check:
-    """Whether every required package is there in a version that is supported."""
+    """Checks whether every required package is there in a version that is supported."""
     if found is None:
         text = f"{_US} runs from its sources without being installed"
         return Check("packages", "failed", text, "in the clone: pip install -e .")
@@ -86,7 +86,7 @@ def _fits(wanted: Requirement, versions: Mapping[str, str]) -> bool:
 
 
 def check_kernels(auto: str, kernels: Sequence[Mapping[str, Any]]) -> Check:
-    """Which attention kernel runs, and which others could.
+    """Checks which attention kernel runs, and which others could.
 
     Args:
         auto: the kernel that `kernel="auto"` takes.
@@ -98,7 +98,7 @@ def check_kernels(auto: str, kernels: Sequence[Mapping[str, Any]]) -> Check:
 
 
 def check_fused_layers(num_gpus: int) -> Check:
-    """Whether Triton and Liger Kernel run."""
+    """Checks whether Triton and Liger Kernel run."""
     if not num_gpus:
         return Check("fused layers", "skipped", "Liger Kernel and Triton are for NVIDIA GPUs")
     from longctx_patch.hf.layers.fused_layers import LIGER

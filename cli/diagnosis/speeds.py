@@ -66,7 +66,7 @@ def _copies(source: int, target: int) -> float:
 
 
 def check_gpu_speed(found: Gpus, speeds: Speeds) -> Check:
-    """Whether each GPU is as fast as those of its kind, and as its kind is known to be."""
+    """Checks whether each GPU is as fast as those of its kind, and as its kind is known to be."""
     if not found.seen:
         return Check("gpu speed", "skipped", "no GPU")
     said, figures, slow = list[str](), dict[str, float](), list[Slow]()
@@ -94,7 +94,7 @@ def check_gpu_speed(found: Gpus, speeds: Speeds) -> Check:
 
 
 def check_link_speed(found: Gpus, speeds: Speeds) -> Check:
-    """Whether each link between two GPUs is as fast as others of its kind, or known to be."""
+    """Checks whether each link of two GPUs is as fast as others of its kind, or known to be."""
     if len(found.seen) < 2:
         return Check("link speed", "skipped", "fewer than two GPUs")
     kinds: dict[str, list[tuple[int, int]]] = {}

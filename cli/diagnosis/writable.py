@@ -47,8 +47,8 @@ def folders(out: Path) -> list[Folder]:
 
 
 def check_disk(folder: Folder) -> Check:
-    """Whether a run can write there and has room and speed for checkpoints; writes a few MiB where
-    the folder is or would be made, and leaves nothing."""
+    """Checks whether a run can write there and has room and speed for checkpoints; writes a few MiB
+    where the folder is or would be made, and leaves nothing."""
     name, there = f"disk: {folder.purpose}", folder.path.absolute()
     while not there.exists():
         there = there.parent

@@ -139,7 +139,7 @@ class BesideTraining:
                 say_here(f"besides, the last checkpoint could not be written: {other}")
 
     def _fits(self, needed: int) -> bool:
-        """Whether every machine has room for what its ranks need. Collective; ranks agree."""
+        """Says whether every machine has room for what its ranks need. Collective; ranks agree."""
         everyones = of_all_ranks((socket.gethostname(), needed, available_bytes()))
         for host in {host for host, _, _ in everyones}:
             needed = sum(bytes_ for name, bytes_, _ in everyones if name == host)
@@ -199,12 +199,12 @@ class Background:
 
 
 def bytes_here(tensors: Any) -> int:
-    """What a copy of this rank's parts of all tensors in lists and dicts takes."""
+    """Returns what a copy of this rank's parts of all tensors in lists and dicts takes."""
     return sum(own_part(leaf).nbytes for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor))
 
 
 def whole_bytes(weights: Mapping[str, Tensor]) -> int:
-    """What a file of whole weights takes, which safetensors makes in memory before it writes it."""
+    """Returns the bytes of a file of whole weights, which safetensors first makes in memory."""
     return sum(weight.numel() * weight.dtype.itemsize for weight in weights.values())
 
 

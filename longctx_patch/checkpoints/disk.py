@@ -60,7 +60,7 @@ def explained_disk(output: Path, checkpoints: Series) -> Iterator[None]:
 
 
 def refusal_in(error: BaseException, rank: int) -> Refusal | None:
-    """What an error of `rank`, or one that it comes from, says of a disk; None for others."""
+    """Returns what an error of `rank`, or its cause, says of a disk; None for others."""
     if isinstance(error, ValueError):  # which says itself what to do
         return None
     if isinstance(error, CheckpointException):  # its own words are those of all ranks
@@ -98,15 +98,15 @@ def _words(found: Refusal, raised: BaseException, output: Path, checkpoints: Ser
 
 
 def _unsaved(error: CheckpointException, output: Path) -> str:
-    """Which rank it was, in one line."""
+    """Returns which rank it was, in one line."""
     rank, (cause, _) = min(error.failures.items())
     file = _file_of(error, output) or f"a checkpoint below {output}"
     return f"rank {rank} failed in saving or reading {file}: {type(cause).__name__}: {cause}"
 
 
 def _file_of(error: BaseException, output: Path) -> str:
-    """Where the innermost call that knew a place below the output was writing; libraries leave it
-    out of their errors."""
+    """Returns where the innermost call that knew a place below the output was writing; libraries
+    leave it out of their errors."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for frame in reversed(frames):
         for value in frame.f_locals.values():

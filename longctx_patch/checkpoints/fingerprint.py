@@ -39,7 +39,7 @@ def write_run(folder: Path, step: int, run: Fingerprint) -> None:
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """What `write_run` has written."""
+    """Returns what `write_run` has written."""
     found: dict[str, Any] = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
     return found
 
@@ -55,7 +55,7 @@ class Change:
 
     @property
     def flag_name(self) -> str:
-        """What allows it. Files have many names, so their section is allowed whole."""
+        """Returns what allows it. Files have many names, so their section is allowed whole."""
         section = self.name.split(".")[0]
         return section if section in ("weights", "files") else self.name
 
@@ -156,7 +156,7 @@ def _unknown(allowed: Collection[str], now: Fingerprint) -> Iterator[str]:
 
 
 def _other_files(then: Fingerprint, now: Fingerprint) -> str:
-    """Which files of data are other ones, where the rows are."""
+    """Returns which files of data are other ones, where the rows are."""
     was, are = then.get("files", {}), now.get("files", {})
     names = [name for name in sorted(was.keys() | are.keys()) if was.get(name) != are.get(name)]
     if then["exact"].get("rows") == now["exact"].get("rows") or not names:
@@ -196,7 +196,7 @@ def samples_of(paths: Iterable[Path]) -> dict[str, str]:
 
 
 def revision_of(dataset: str) -> str:
-    """Which commit of a dataset on the hub is read."""
+    """Returns which commit of a dataset on the hub is read."""
     try:
         found = huggingface_hub.HfApi().dataset_info(dataset, timeout=HUB_TIMEOUT_S).sha
     except Exception:  # of the network, in types of several libraries

@@ -158,7 +158,7 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 def _is_in_use(file: IO[bytes], path: Path) -> bool:
-    """Whether a job writes beside an open lock file. Takes the lock if not, where there are any."""
+    """Says whether a job writes beside an open lock file. Takes the lock if not, where it can."""
     is_free, job = _locks(file), _read(path)
     if is_free is False:
         return True
@@ -187,7 +187,7 @@ def _no_link(path: str, flags: int) -> int:
 
 
 def _no_file(path: Path) -> str:
-    """Why what is in the place of a lock file is none, in words."""
+    """Says why what is in the place of a lock file is none, in words."""
     if (path.is_file() and not path.is_symlink()) or not os.path.lexists(path):
         return ""
     return (

@@ -109,7 +109,7 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
 
 
 def problems_of(folder: Path) -> list[str]:
-    """What is wrong with the files of a checkpoint, in words that begin with a file's name.
+    """Says what is wrong with the files of a checkpoint, in words that begin with a file's name.
 
     Collective: ranks divide the files, and all return the problems of all.
     """

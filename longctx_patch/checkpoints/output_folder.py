@@ -92,7 +92,7 @@ class Output:
             )
 
     def is_free(self) -> bool:
-        """Whether it is a folder without a file of anybody's."""
+        """Says whether it is a folder without a file of anybody's."""
         ours = OWN_FILES | {f"{self.record}.tmp"}  # which a full disk leaves
         return self.folder.is_dir() and all(path.name in ours for path in self.folder.iterdir())
 
@@ -117,7 +117,7 @@ class Output:
 
 
 def _no_folder(place: Path) -> str | None:
-    """Why nothing can be written into a folder at `place`, None if it can."""
+    """Says why nothing can be written into a folder at `place`, None if it can."""
     path = next(path for path in (place, *place.parents) if os.path.lexists(path))
     if not path.exists():
         return (

@@ -84,8 +84,8 @@ def one_process_is_fine() -> None:
 
 
 def not_plain(checkpoint: Path) -> list[str]:
-    """What in the distributed checkpoints below a folder is more than data, in words that begin
-    with a file's name. For readers that are not ours, before they read."""
+    """Says what in the distributed checkpoints below a folder is more than data, in words that
+    begin with a file's name. For readers that are not ours, before they read."""
     found = []
     for path in sorted(checkpoint.rglob(METADATA)):
         name = path.relative_to(checkpoint).as_posix()

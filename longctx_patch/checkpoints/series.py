@@ -80,7 +80,7 @@ def checkpoints_of(output: str | Path) -> Series:
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether a folder was begun as a checkpoint; else it is the user's, whatever its name."""
+    """Says whether a folder was begun as a checkpoint; else it is the user's, whatever its name."""
     return not folder.is_symlink() and any((folder / name).exists() for name in (BEGUN, MANIFEST))
 
 
@@ -100,8 +100,8 @@ def keep_others(place: Path, say: Say) -> None:
 
 
 def problems_in(checkpoint: Path) -> list[str]:
-    """What is wrong with a checkpoint, in words that begin with a file's name: its checksums, and
-    then what would be unpickled. Collective; all ranks return the same."""
+    """Says what is wrong with a checkpoint, in words that begin with a file's name: its checksums,
+    and then what would be unpickled. Collective; all ranks return the same."""
     found = problems_of(checkpoint)
     if not found and own_rank() == 0:
         found = not_plain(checkpoint)

@@ -67,7 +67,7 @@ class StopSignals:
         return 128 + self.agreed
 
     def words(self, step: int, checkpoint: object) -> str:
-        """What a user is told at the end."""
+        """Returns what a user is told at the end."""
         name = signal.Signals(self.agreed).name
         return (
             f"stopped by {name} after step {step}, whose checkpoint is {checkpoint}. Go on with "

@@ -23,8 +23,8 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def name_problem(folder: Path, option: str) -> str:
-    """Why not all of a run's files can be written under the path `folder`, in words; empty where
-    they can. Some writers take paths in UTF-8, and others in the file system's encoding."""
+    """Says why not all of a run's files can be written under the path `folder`, in words; empty
+    where they can. Some writers take paths in UTF-8, and others in the file system's encoding."""
     path = os.path.abspath(folder)
     try:
         path.encode("utf-8")

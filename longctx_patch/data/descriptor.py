@@ -43,12 +43,12 @@ class Cut(NamedTuple):
         )
 
     def is_same_as(self, other: "Cut", documents: Documents) -> bool:
-        """Whether both give a rank the same tokens: layouts of two names may."""
+        """Says whether both give a rank the same tokens: layouts of two names may."""
         return self == other or self._tokens(documents) == other._tokens(documents)
 
     @property
     def is_possible(self) -> bool:
-        """Whether a collator may have written it."""
+        """Says whether a collator may have written it."""
         return 0 <= self.group_rank < self.ulysses * self.ring and self.layout in range(
             len(_LAYOUTS)
         )

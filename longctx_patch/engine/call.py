@@ -110,7 +110,7 @@ class AttentionCall:
 
     @cached_property
     def split(self) -> HeadSplit:
-        """Which heads each rank of the Ulysses group computes."""
+        """Returns which heads each rank of the Ulysses group computes."""
         shape = self.shape
         return HeadSplit(shape.num_heads, shape.num_kv_heads, self.group.ulysses.num_ranks)
 

@@ -63,7 +63,7 @@ def unpack(buffer: Tensor, totals: Sequence[HeadTotal], cuts: tuple[HeadCuts, ..
 
 @lru_cache(maxsize=256)
 def are_shared(cuts: HeadCuts) -> bool:
-    """Whether some head is in the cuts of more than one rank."""
+    """Says whether some head is in the cuts of more than one rank."""
     return any(a.stop > b.start for a, b in pairwise(sorted(cuts)))
 
 

@@ -71,7 +71,7 @@ class ContextEvaluation:
         return max(self.lengths)
 
     def problems(self) -> Iterable[str]:
-        """What is wrong with it, whatever the model, in words."""
+        """Says what is wrong with it, whatever the model, in words."""
         if not self.lengths or any(length < 2 for length in self.lengths):
             yield f"lengths={self.lengths}: give one or more, of 2 tokens or more each."
         if not (self.texts or self.tasks or self.own):
@@ -223,7 +223,7 @@ def _log_probs(_: int, scores: LabelScores) -> Tensor:
 
 
 def _problems(handle: PatchHandle, tokenizer: Any, asked: ContextEvaluation) -> Iterable[str]:
-    """Why this can't be evaluated, in words."""
+    """Says why this can't be evaluated, in words."""
     if not handle.is_patched:
         yield "the handle's model is not patched any more: evaluate before handle.unpatch()."
     yield from asked.problems()
@@ -306,7 +306,7 @@ def _on_all_ranks(make: Callable[[], Made]) -> Made:
 
 
 def _facts(asked: ContextEvaluation) -> dict[str, Any]:
-    """What is asked, with the texts as their number and a digest, in which the haystack is too."""
+    """Returns what is asked, with the number and a digest of the texts, the haystack among them."""
     facts = {each.name: getattr(asked, each.name) for each in fields(asked)}
     texts, own = facts.pop("texts"), facts.pop("own")
     digest = blake2b(repr((own, asked.sources.text)).encode(), digest_size=8)

@@ -75,7 +75,7 @@ def loss_by_position(
 
 
 def edge_problem(edges: Sequence[int]) -> str | None:
-    """Why these can't be edges of buckets, in words."""
+    """Says why these can't be edges of buckets, in words."""
     if len(edges) >= 2 and edges[0] >= 0 and all(a < b for a, b in pairwise(edges)):
         return None
     return f"edges={tuple(edges)}: give two or more positions that rise, such as (0, 1024, 4096)."

@@ -56,7 +56,8 @@ class RowScorer:
     def over(
         self, batches: Sequence[Batch], keep: Callable[[int, LabelScores], Kept]
     ) -> list[Kept]:
-        """What is kept of each batch, in their order, on every rank. Collective over the world.
+        """Returns what is kept of each batch, in their order, on every rank. Collective over the
+        world.
 
         Batches go to the sequence groups in turn, the longest first. Every group makes as many
         forward passes, whatever their lengths, since FSDP2's ranks gather each layer's weights

@@ -52,7 +52,7 @@ def score_samples(scorer: RowScorer, samples: Sequence[Sample]) -> list[float]:
 
 
 def _next_answers(sample: Sample, found: Sequence[float]) -> Sequence[Parts]:
-    """What is scored now: of a forced sample one spelling after the other, while none is right."""
+    """Returns what is scored now: spellings of a forced sample, until one of them is right."""
     answers = _answers_of(sample)
     if sample.scoring == "ranked":
         return [] if found else answers
@@ -80,7 +80,7 @@ def _scores_of(
 
 
 def sample_problems(samples: Iterable[Sample]) -> Iterable[str]:
-    """Why a sample can't be scored, in words."""
+    """Says why a sample can't be scored, in words."""
     for number, sample in enumerate(samples):
         name = f"sample {number} of {sample.task}"
         if not sample.prompt:
@@ -97,7 +97,7 @@ def sample_problems(samples: Iterable[Sample]) -> Iterable[str]:
 
 
 def _answers_of(sample: Sample) -> list[Parts]:
-    """What follows the prompt in each row of a sample, in parts."""
+    """Returns what follows the prompt in each row of a sample, in parts."""
     if sample.scoring == "ranked":
         return [(answer,) for answer in (*sample.answers, *sample.others)]
     return [sample.answers, *sample.spellings]

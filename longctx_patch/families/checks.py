@@ -91,7 +91,7 @@ def check_modules(model: "nn.Module", attention_modules: "list[nn.Module]") -> N
 
 
 def adapter_problem(model: "nn.Module") -> str | None:
-    """What makes an adapter of a PEFT model, or of the model inside it, inexact over ranks."""
+    """Says what makes an adapter of a PEFT model, or of the model in it, inexact over ranks."""
     for name, adapter in getattr(model, "peft_config", {}).items():
         kind = getattr(adapter.peft_type, "value", adapter.peft_type)
         if kind not in EXACT_ADAPTERS:

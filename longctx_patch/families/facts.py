@@ -110,15 +110,15 @@ class ModelFacts:
 
     @property
     def unmeasured(self) -> str | None:
-        """What the config calls the first layer that has neither attention alone nor a gated delta
-        net: what it takes was never measured."""
+        """Returns what the config calls the first layer that has neither attention alone nor a
+        gated delta net: what it takes was never measured."""
         known = (FULL, WINDOWED, CHUNKED, *((DELTA_NET,) if self.has_delta_nets else ()))
         kinds = enumerate(layer.kind for layer in self.layers)
         return next((f"layer {n} is {kind}" for n, kind in kinds if kind not in known), None)
 
     @property
     def num_recurrent(self) -> int:
-        """How many layers have a recurrence or a short convolution along the sequence."""
+        """Counts how many layers have a recurrence or a short convolution along the sequence."""
         return sum(layer.kind in RECURRENT for layer in self.layers)
 
     @property
@@ -128,7 +128,7 @@ class ModelFacts:
 
     @property
     def reaches(self) -> list[Reach]:
-        """How far back each layer with attention sees."""
+        """Returns how far back each layer with attention sees."""
         return [
             Reach(layer.window, layer.chunk) for layer in self.layers if layer.kind in ATTENDING
         ]
@@ -147,7 +147,7 @@ def text_config(config: Any) -> Any:
 
 
 def is_latent(config: Any) -> bool:
-    """Whether keys and values are expanded from a latent of each token (MLA)."""
+    """Says whether keys and values are expanded from a latent of each token (MLA)."""
     return bool(given(config, "kv_lora_rank"))
 
 
@@ -166,8 +166,8 @@ def chunk_of(config: Any, layer: int | None) -> int | None:
 
 
 def sees_absolute_positions(config: Any) -> bool:
-    """Whether attention depends on the positions of tokens, not on their distances alone: Ministral
-    3 scales queries by their position, as Beam does in layers without rotary embeddings."""
+    """Says whether attention depends on positions, not on distances of tokens alone: Ministral 3
+    scales queries by their position, as Beam does in layers without rotary embeddings."""
     rope = given(config, "rope_parameters") or {}
     return "llama_4_scaling_beta" in rope or None in rope.values()
 
@@ -188,7 +188,7 @@ def _layer(config: Any, number: int) -> LayerFacts:
 
 
 def _named_head_dim(config: Any) -> int:
-    """What transformers calls `head_dim`; in most latent attention the rotary part of a key."""
+    """Returns transformers' `head_dim`; in most latent attention it is the rotary part of a key."""
     return given(config, "head_dim") or int(config.hidden_size // config.num_attention_heads)
 
 

@@ -102,12 +102,12 @@ def _check_file(model: str) -> None:
 
 
 def is_bare_config(model: str) -> bool:
-    """Whether `model` names a config file, to be filled with random weights."""
+    """Says whether `model` names a config file, to be filled with random weights."""
     return model.endswith(".json")
 
 
 def is_local(model: str) -> bool:
-    """Whether `model` is a folder with a config.json, or a config file; False for a hub name.
+    """Says whether `model` is a folder with a config.json, or a config file; False for a hub name.
 
     Raises ValueError for what is meant to be a path but holds no config.
     """
@@ -131,8 +131,8 @@ def is_local(model: str) -> bool:
 
 
 def _is_meant_as_path(model: str) -> bool:
-    """Whether `model`, where nothing lies, is no hub name. `models/llama` is a path where there is
-    a folder `models`."""
+    """Says whether `model`, where nothing lies, is no hub name. `models/llama` is a path where
+    there is a folder `models`."""
     return (
         model.endswith((".json", ".gguf", "/"))
         or model.startswith(("/", ".", "~"))

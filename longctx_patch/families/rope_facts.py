@@ -177,7 +177,7 @@ def ropes_of(config: "PreTrainedConfig") -> list[dict[str, Any]]:
 
 
 def follows_length(rope: Mapping[str, Any]) -> bool:
-    """Whether transformers takes the frequencies from the largest position that it sees."""
+    """Says whether transformers takes the frequencies from the largest position that it sees."""
     kind = rope.get("rope_type")
     is_switched = rope.get("long_factor") != rope.get("short_factor") or "long_factor" not in rope
     return kind == "dynamic" or (kind == "longrope" and is_switched)
@@ -192,7 +192,7 @@ def describe_rope(rope: Mapping[str, Any], stated: int) -> str:
 
 
 def describe_change(before: "PreTrainedConfig", after: "PreTrainedConfig") -> str:
-    """What became of a RoPE: `factor 32 from 8192 tokens; replaces llama3 x8 from 8192`."""
+    """Returns what became of a RoPE: `factor 32 from 8192 tokens; replaces llama3 x8 from 8192`."""
     layer_type, old = full_attention_rope(before)
     _, new = full_attention_rope(after)
     was = describe_rope(old, before.max_position_embeddings)
@@ -235,7 +235,7 @@ def reachable_length(model_config: "PreTrainedConfig") -> int | None:
 
 
 def reach_problem(model_config: "PreTrainedConfig", num_tokens: int) -> str | None:
-    """Why a document of `num_tokens` is beyond the model's reach, and what to type."""
+    """Says why a document of `num_tokens` is beyond the model's reach, and what to type."""
     stated = getattr(model_config, "max_position_embeddings", None)
     if stated and num_tokens <= stated:  # without a look at all layers
         return None
@@ -273,7 +273,8 @@ def declared_length(config: "PreTrainedConfig") -> int:
 
 
 def _scaled_length(stated: int, rope: dict[str, Any]) -> int:
-    """What a kind of scaling makes of the length before it, where that may be the stated one.
+    """Returns what a kind of scaling makes of the length before it, where that may be the stated
+    one.
 
     Published YaRN configs (Qwen2.5, say) keep `max_position_embeddings` at it, and dynamic scaling
     is defined by that. Configs with the scaling of Llama 3 state what the model was trained for,

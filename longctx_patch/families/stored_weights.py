@@ -68,7 +68,7 @@ ALLOW = (
 
 
 def is_allowed(name: str, allowed: Iterable[str]) -> bool:
-    """Whether a weight's name is one of `allowed`, or fits a pattern of them (`*.bias`)."""
+    """Says whether a weight's name is one of `allowed`, or fits a pattern of them (`*.bias`)."""
     return any(fnmatchcase(name, pattern) for pattern in allowed)
 
 
@@ -83,7 +83,7 @@ def differ_though_tied(where: str, names: Iterable[str]) -> ValueError:
 def stored_weights(
     model: Any, tensors: dict[str, StoredTensor], allowed: Sequence[str] = ()
 ) -> dict[str, StoredWeight]:
-    """What files hold for each weight and persistent buffer of a transformers model.
+    """Returns what files hold for each weight and persistent buffer of a transformers model.
 
     Of weights that are tied, one may be absent.
 
@@ -136,7 +136,7 @@ def stored_weights(
 
 
 def _begin_alike(weight: StoredWeight, other: StoredWeight) -> bool:
-    """Whether the first rows of two weights of one shape are equal."""
+    """Says whether the first rows of two weights of one shape are equal."""
     assert weight.shape is not None
     rows = [torch.empty(min(SAMPLED_ROWS, weight.shape[0]), *weight.shape[1:]) for _ in range(2)]
     for each, out in zip((weight, other), rows, strict=True):

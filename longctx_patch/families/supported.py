@@ -187,5 +187,5 @@ REFUSED: Mapping[str, str] = MappingProxyType(
 
 
 def refusal_of(model_type: str) -> str | None:
-    """Why this model type can't be patched, or None."""
+    """Says why this model type can't be patched, or None."""
     return None if model_type in FAMILIES else REFUSED.get(model_type, NOT_PROVEN)

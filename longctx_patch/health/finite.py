@@ -222,7 +222,7 @@ def check_guard_settings(skip_bad_steps: int, sentinel_every: int = 0) -> None:
 
 
 def skips_on_device(optimizer: Any, device: torch.device) -> bool:
-    """Whether an optimizer leaves everything as it was where its `found_inf` is 1.
+    """Says whether an optimizer leaves everything as it was where its `found_inf` is 1.
 
     torch's fused SGD does not: with momentum its first step would keep buffers that nothing wrote.
     """

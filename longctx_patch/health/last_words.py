@@ -78,7 +78,7 @@ def born_at(pid: int | None = None) -> float:
 
 
 def state_of(pid: int, born: float) -> State:
-    """Whether a process of this machine runs, was stopped by a signal, or has ended."""
+    """Says whether a process of this machine runs, was stopped by a signal, or has ended."""
     try:
         process = psutil.Process(pid)
         status = process.status()

@@ -235,7 +235,7 @@ class PaceCheck:
         self._sent = OnTheWay(gathered(mine.to(self._device, non_blocking=True)))
 
     def _judged(self, rates: Sequence[float], shares: Sequence[float]) -> str:
-        """What is wrong with which ranks, in words. Says it if it was not said before."""
+        """Says what is wrong with which ranks, in words. Says it if it was not said before."""
         found = dict[tuple[int, str], str]()
         for slow in slow_ones(rates):
             loud = "SLOW GPU" if slow.is_failure else "slow GPU"

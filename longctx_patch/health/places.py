@@ -42,8 +42,8 @@ class Place(NamedTuple):
 
 
 def place_here() -> Place:
-    """Where this process is: in the thread that is in an exchange, else in the main one. Of several
-    in an exchange the training is meant, which one that saves beside it must not hide."""
+    """Returns where this process is: in the thread that is in an exchange, else in the main one. Of
+    several in an exchange the training is meant, which one that saves beside it must not hide."""
     main = threading.main_thread().ident
     started = {thread.ident for thread in threading.enumerate()} - {main}
     found = {n: place_of(list(_outwards(frame))) for n, frame in _threads().items()}
@@ -97,13 +97,13 @@ def place_on_device(place: Place, unfinished: Sequence[Mapping[str, Any]]) -> Pl
 
 
 def place_of_error(error: BaseException) -> Place:
-    """Where an exception was raised."""
+    """Returns where an exception was raised."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return place_of(frames[::-1])
 
 
 def place_of(frames: Sequence[FrameType]) -> Place:
-    """What the frames of one thread say, the innermost first."""
+    """Returns what the frames of one thread say, the innermost first."""
     innermost = frames[0]
     exchange, waits_for = next(filter(None, map(_exchange, frames)), ("", ()))
     return Place(
@@ -184,7 +184,7 @@ def _of_plan(held: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
 
 
 def _is_reduced() -> bool:
-    """Whether gradients are averaged over processes, as DDP does within backward."""
+    """Says whether gradients are averaged over processes, as DDP does within backward."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 

@@ -111,7 +111,7 @@ def bit_sum(weight: Tensor) -> Tensor:
 
 
 def _shard_of(parameter: Tensor) -> tuple[int, ...]:
-    """Which shard this rank holds: its coordinates in the axes that cut the parameter."""
+    """Returns which shard this rank holds: its coordinates in the axes that cut the parameter."""
     if not isinstance(parameter, DTensor):
         return ()
     place: Sequence[int] = parameter.device_mesh.get_coordinate() or []

@@ -97,7 +97,7 @@ def _waiting(others: list[Beat]) -> list[str]:
 
 
 def _seen(beat: Beat) -> str:
-    """Where it was, as far as its last beat knows."""
+    """Returns where it was, as far as its last beat knows."""
     return f"; last seen in {beat.at}" if beat.at else ""
 
 

@@ -87,7 +87,7 @@ class Watchdog:
 
     @property
     def limits(self) -> TimeLimits:
-        """How long each part of the run may take."""
+        """Returns how long each part of the run may take."""
         return self._progress.limits
 
     # ---- What the training marks ----
@@ -297,7 +297,7 @@ class Watchdog:
 
 
 def _is_lost(beat: Beat) -> bool:
-    """Whether a rank of this machine is gone before it came to its end."""
+    """Says whether a rank of this machine is gone before it came to its end."""
     return beat.phase != "end" and last_words.state_of(beat.pid, beat.born) == "gone"
 
 

@@ -86,7 +86,7 @@ class PatchHandle:
     _knows_ddp: bool = False
 
     def __repr__(self) -> str:
-        """What is patched and how, in a line; the model itself would fill a page."""
+        """Returns what is patched and how, in a line; the model itself would fill a page."""
         return (
             f"<patched {type(self.model).__name__}: rank {self.group_rank} of "
             f"{self.config.degrees_in_words}, loss={self.config.loss!r}, {self.checkpointing}>"
@@ -113,12 +113,12 @@ class PatchHandle:
 
     @property
     def is_patched(self) -> bool:
-        """Whether the model is patched still: `unpatch` was not called."""
+        """Says whether the model is patched still: `unpatch` was not called."""
         return bool(self._undo)
 
     @property
     def first_step(self) -> FireCheck | None:
-        """What the first sharded training step has run and sent; print it."""
+        """Returns what the first sharded training step has run and sent; print it."""
         return self._calls.first_step.check
 
     @property
@@ -127,7 +127,7 @@ class PatchHandle:
 
     @property
     def checkpointing(self) -> Checkpointing:
-        """Which layers are recomputed, and the memory that `checkpoint="auto"` decided by."""
+        """Says which layers are recomputed, and by which memory `checkpoint="auto"` decided."""
         return self._checkpoints.report()
 
     @property

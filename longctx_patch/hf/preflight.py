@@ -141,7 +141,7 @@ def preflight(
 
 
 def _checked_result(handle: PatchHandle, step: WholeStep, meter: Meter) -> Preflight:
-    """What was found. Raises WillNotFit on every rank if a step does not fit on one of them."""
+    """Returns what was found. Raises WillNotFit on every rank if a step doesn't fit on one."""
     found = Preflight(
         policy=step.rehearsal.policies[0],
         is_least=step.rehearsal.chooses_by_layer,

@@ -136,7 +136,7 @@ class Kernel(Protocol):
     def domain(self) -> Domain: ...
 
     def refuses(self, request: KernelRequest) -> str | None:
-        """Why this kernel can't do it, or None if it can."""
+        """Says why this kernel can't do it, or None if it can."""
         ...
 
     def forward(

@@ -16,7 +16,7 @@ import torch
 
 
 def lacks_gpu(least: tuple[int, int], below: int | None = None) -> str | None:
-    """Why this machine's GPU won't do, or None.
+    """Says why this machine's GPU won't do, or None.
 
     The GPU needs compute capability `least` or higher and a major version lower than `below`, if
     that is given.
@@ -77,7 +77,7 @@ class Package:
             return None
 
     def problem(self) -> str | None:
-        """Why it can't be used and what to type, or None. Imports the module if it's new enough."""
+        """Says why it can't be used and what to type, or None. Imports it if it's new enough."""
         from packaging.version import Version
 
         found = self.version

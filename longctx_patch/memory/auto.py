@@ -252,8 +252,8 @@ class AutoPolicy:
         return self._allocated[-1] >= self._measuring_limit
 
     def _is_sample(self, layer: int) -> bool:
-        """Whether a layer is among the last two of its kind, which stay on their rungs so that both
-        rungs are measured."""
+        """Says whether a layer is among the last two of its kind, which stay on their rungs so that
+        both rungs are measured."""
         return self._kinds[layer + 1 :].count(self._kinds[layer]) < 2
 
     def _start_window(self, expected_bytes: int, rest_bytes: int) -> None:

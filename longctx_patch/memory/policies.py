@@ -57,13 +57,13 @@ class Policy:
     """What the run folder of `longctx patch` says about it."""
 
     def replays(self, share: float) -> bool:
-        """Whether a layer's recompute is given what forward kept (`longctx_patch.memory.replay`),
-        if attention is to be kept for a share of the tokens."""
+        """Says whether a layer's recompute is given what forward kept
+        (`longctx_patch.memory.replay`), if attention is to be kept for a share of the tokens."""
         return self.keeps_attention and share > 0
 
     @property
     def chooses_by_layer(self) -> bool:
-        """Whether layers climb from rung to rung (`longctx_patch.memory.auto`)."""
+        """Says whether layers climb from rung to rung (`longctx_patch.memory.auto`)."""
         return len(self.rungs) > 1
 
 

@@ -75,7 +75,7 @@ class Workload:
 
     @property
     def is_causal(self) -> bool:
-        """Whether the mask is plainly causal: nothing of the triangle is left out."""
+        """Says whether the mask is plainly causal: nothing of the triangle is left out."""
         return self.documents().is_one and (self.window or self.num_tokens) >= self.num_tokens
 
 
@@ -181,7 +181,7 @@ def predict(
 def _ring_shape(
     setting: Setting, workload: Workload, split: HeadSplit, ulysses_rank: int
 ) -> AttentionShape:
-    """What one Ulysses rank's ring computes."""
+    """Returns what one Ulysses rank's ring computes."""
     latent_dim = (workload.latent_dim or 0) if setting.may_send_latents else 0
     return AttentionShape(
         batch=workload.batch,
@@ -228,7 +228,7 @@ def _simulate_ring(
 def _exchanges(
     setting: Setting, direction: Direction, workload: Workload, split: HeadSplit
 ) -> tuple[list[Traffic], list[Traffic]]:
-    """What each rank sends in Ulysses' exchanges before and after the ring part."""
+    """Returns what each rank sends in Ulysses' exchanges before and after the ring part."""
     if setting.ulysses_degree == 1:
         return [], []
     forward = direction is Direction.FORWARD
@@ -295,7 +295,7 @@ def _all_to_all(sent: Iterable[Traffic], setting: Setting, hardware: Hardware) -
 def _sum_traffic(
     exchanges: tuple[list[Traffic], list[Traffic]], rings: list[Simulation]
 ) -> list[Traffic]:
-    """What each rank sends in all; Ulysses ranks are consecutive."""
+    """Returns what each rank sends in all; Ulysses ranks are consecutive."""
     ring_ranks = range(len(rings[0].bytes_sent))
     inside = [
         Traffic(ring.messages[ring_rank], ring.bytes_sent[ring_rank])

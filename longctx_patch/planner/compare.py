@@ -113,7 +113,7 @@ def compare(
 
 
 def _settings(workload: Workload, hardware: Hardware, ranks: int) -> Iterator[Setting]:
-    """What `compare` looks at: all plans on all ranks, then Ulysses of each degree."""
+    """Returns what `compare` looks at: all plans on all ranks, then Ulysses of each degree."""
     for degree in range(1, min(ranks, workload.num_heads) + 1):
         if ranks % degree or (degree > hardware.gpus_per_node and degree < ranks):
             continue
@@ -172,6 +172,6 @@ def _rows(
 
 
 def _key(setting: Setting, direction: Direction) -> tuple[object, ...]:
-    """What tells candidates of one direction apart; without a ring the layout doesn't."""
+    """Returns what tells candidates of one direction apart; without a ring the layout doesn't."""
     layout = setting.layout if setting.ring_degree > 1 else None
     return setting.ulysses_degree, layout, setting.name(direction)

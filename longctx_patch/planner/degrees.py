@@ -96,7 +96,7 @@ def decide(
 
 
 def serves(plan: str, direction: Direction) -> bool:
-    """Whether a plan has a direction."""
+    """Says whether a plan has a direction."""
     return direction in PLANS[plan].directions
 
 

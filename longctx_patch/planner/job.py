@@ -47,7 +47,7 @@ class Cluster:
         return min(self.num_gpus, self.hardware.gpus_per_node)
 
     def fills_nodes(self, degree: int) -> bool:
-        """Whether groups of `degree` consecutive GPUs lie within a node or take whole nodes."""
+        """Says whether groups of `degree` consecutive GPUs lie in one node or fill nodes."""
         return gpus_together(degree, self.gpus_per_node) in (degree, self.gpus_per_node)
 
     def seen_by(self, degree: int) -> Hardware:
@@ -60,7 +60,7 @@ class Cluster:
 
 
 def gpus_together(degree: int, gpus_per_node: int) -> int:
-    """How many consecutive GPUs of every group of `degree` lie within one node.
+    """Counts how many consecutive GPUs of every group of `degree` lie within one node.
 
     Groups that don't fill nodes lie across their borders: of groups of 12 in nodes of 8, one has 8
     and 4 GPUs of two nodes and the next has 4 and 8, so 4 are sure to lie together.
@@ -147,19 +147,19 @@ class Job:
             )
 
     def replicas(self, degree: int) -> int:
-        """How many rows are trained at once if `degree` GPUs share each."""
+        """Counts how many rows are trained at once if `degree` GPUs share each."""
         return self.cluster.num_gpus // degree
 
     def rows(self, degree: int) -> int:
-        """How many rows a step has."""
+        """Counts how many rows a step has."""
         return self.rows_per_step or self.replicas(degree)
 
     def divides(self, degree: int) -> bool:
-        """Whether the rows of a step are a whole number of forwards for every GPU."""
+        """Says whether the rows of a step are a whole number of forwards for every GPU."""
         return self.rows(degree) % self.replicas(degree) == 0
 
     def forwards(self, degree: int) -> int:
-        """How many rows each group of `degree` GPUs trains in a step, one after the other.
+        """Counts how many rows each group of `degree` GPUs trains in a step, one after the other.
 
         Raises ValueError if some groups would have more rows than others.
         """
@@ -197,7 +197,7 @@ class Job:
 
     @property
     def trained_weights(self) -> int:
-        """How many weights are trained: under LoRA two factors beside each linear weight."""
+        """Counts how many weights are trained: under LoRA two factors beside each linear weight."""
         if not self.lora:
             return self.shape.num_weights
         trained = self.lora_rank * self.shape.linear_sides
@@ -206,7 +206,7 @@ class Job:
 
     @property
     def trains_head(self) -> bool:
-        """Whether the head's weights are trained, be it as those of tied embeddings."""
+        """Says whether the head's weights are trained, be it as those of tied embeddings."""
         return not self.lora or ("embeddings" in self.also_train and self.shape.is_tied)
 
 

@@ -41,7 +41,7 @@ class LayerBytes:
 
     @property
     def whole(self) -> float:
-        """What a layer keeps if nothing of it is recomputed."""
+        """Returns what a layer keeps if nothing of it is recomputed."""
         return self.mixer + self.mlp
 
 

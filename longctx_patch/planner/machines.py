@@ -51,8 +51,8 @@ class KernelRates:
     object are those of heads of `HEAD_DIM`."""
 
     def of(self, head_dim: int) -> "KernelRates":
-        """What is reached with heads of this size: as with the next smaller size that was measured,
-        or with the smallest one."""
+        """Returns what is reached with heads of this size: as with the next smaller size that was
+        measured, or with the smallest one."""
         measured = dict(sorted([*self.other_head_dims, (HEAD_DIM, self)]))
         smaller = [rates for size, rates in measured.items() if size <= head_dim]
         return smaller[-1] if smaller else next(iter(measured.values()))
@@ -79,7 +79,7 @@ class RecurrentRates:
     """On H100. The others are a share of matrix products, which nobody has measured."""
 
     def source(self, kind: RecurrenceKind) -> str:
-        """Where a rate is from."""
+        """Returns where a rate is from."""
         return "measured on H100" if kind in self.measured else "estimated"
 
     def flops(self, kind: RecurrenceKind) -> float:

@@ -68,7 +68,7 @@ class ModelShape:
 
     @cached_property
     def kinds(self) -> Mapping[LayerShape, int]:
-        """How many layers there are of each kind."""
+        """Counts how many layers there are of each kind."""
         return Counter(self.layers)
 
     @property
@@ -77,7 +77,7 @@ class ModelShape:
 
     @property
     def num_recurrent(self) -> int:
-        """How many layers have a recurrence in place of attention."""
+        """Counts how many layers have a recurrence in place of attention."""
         return sum(number for kind, number in self.kinds.items() if kind.recurrence is not None)
 
     @property
@@ -95,7 +95,7 @@ class ModelShape:
 
     @property
     def is_tied(self) -> bool:
-        """Whether embeddings and head share their weights."""
+        """Says whether embeddings and head share their weights."""
         return self.num_weights - self.weights_in_layers < 2 * self.head_weights
 
     @property
@@ -174,7 +174,7 @@ def shape_of(config: Any, name: str) -> ModelShape:
 
 
 def _known_instead_of(facts: ModelFacts, recurrent_kind: str) -> str:
-    """What the planner knows, as far as the model that it refuses has something else there."""
+    """Names what the planner knows in place of what the refused model has."""
     if facts.experts:
         return "dense layers only, since what experts take depends on the router"
     if facts.latent:

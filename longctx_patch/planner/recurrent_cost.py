@@ -53,8 +53,8 @@ items of other ranks from the first one; or its forward pass with all exchanges.
 
 
 def recompute_under(policy: LayerPolicy, share: float) -> Recompute:
-    """What a step runs again of a recurrent layer under a policy that keeps attention for a share
-    of the tokens."""
+    """Returns what a step runs again of a recurrent layer under a policy that keeps attention for a
+    share of the tokens."""
     record = POLICIES[policy]
     if not record.recomputes_layer:
         return "none"
@@ -202,14 +202,14 @@ class RecurrentWork(NamedTuple):
 def predict_decided(
     config: LongContextConfig, work: RecurrentWork, hardware: Hardware
 ) -> RecurrencePrediction:
-    """What a recurrence takes by the way that a config would go on a machine."""
+    """Returns what a recurrence takes by the way that a config would go on a machine."""
     row = row_of(config, work.documents)
     way = decide_recurrence(config.recurrent_exchange, *work, ulysses=row.ulysses, ring=row.ring)
     return predict_recurrence(work.shape, row, way, hardware)
 
 
 def recompute_of(config: LongContextConfig) -> Recompute:
-    """What a step runs again of a recurrent layer; under `auto` that of most layers."""
+    """Returns what a step runs again of a recurrent layer; under `auto` that of most layers."""
     return recompute_under(POLICIES[config.checkpoint].rungs[0], config.attention_kept)
 
 

@@ -55,7 +55,7 @@ def possible_degrees(job: Job) -> list[int]:
 
 
 def left_out(job: Job) -> dict[int, str]:
-    """Why some divisors of the number of GPUs are no such numbers."""
+    """Says why some divisors of the number of GPUs are no such numbers."""
     found = {degree: _problem(job, degree) for degree in _divisors(job)}
     return {degree: problem for degree, problem in found.items() if problem is not None}
 
@@ -165,7 +165,7 @@ def _longest(job: Job, way: Way) -> int:
 
 
 def usable_bytes(job: Job) -> float:
-    """What tensors may take on a GPU: its memory without `CONTEXT_BYTES` and `MARGIN`."""
+    """Returns what tensors may take on a GPU: its memory without `CONTEXT_BYTES` and `MARGIN`."""
     return (1 - MARGIN) * (job.cluster.hardware.memory_bytes - CONTEXT_BYTES)
 
 
@@ -226,7 +226,7 @@ def _shares(policy: Policy) -> tuple[float, ...]:
 
 
 def result_of(job: Job, config: LongContextConfig, *, offload_states: bool = False) -> Result:
-    """What a config takes. Under `auto`, as in `memory/auto.py`, as many layers climb as fit."""
+    """Predicts a config. Under `auto`, as in `memory/auto.py`, as many layers climb as fit."""
     degree, checkpoint = config.sequence_degree, config.checkpoint
     hardware, work = job.cluster.seen_by(degree), _recurrent_work(job)
     setting = decide(config, job.workload, hardware)
@@ -259,7 +259,7 @@ def tokens_of_a_rank(job: Job, degree: int) -> int:
 
 
 def usual_tiles(job: Job, degree: int) -> int:
-    """How many tiles an MLP runs in unless told otherwise."""
+    """Counts how many tiles an MLP runs in unless told otherwise."""
     shape = job.shape
     inner = BF16 * shape.num_mlp_products * shape.intermediate_size
     memory = int(job.cluster.hardware.memory_bytes)
@@ -267,7 +267,7 @@ def usual_tiles(job: Job, degree: int) -> int:
 
 
 def result_with(job: Job, candidate: Candidate) -> Result:
-    """What a candidate takes."""
+    """Returns what a candidate takes."""
     attention = predict_attention(job, candidate.setting)
     tokens = tokens_of_a_rank(job, candidate.sequence_degree)
     memory = predict_memory(job, candidate, tokens, attention.buffer_bytes)

@@ -127,7 +127,7 @@ def _states_on_gpu(job: Job, candidate: Candidate) -> tuple[float, float, float]
 
 
 def _accumulates(job: Job, candidate: Candidate) -> bool:
-    """Whether a step has several forwards, so that all gradients are there from the second on."""
+    """Says whether a step has several forwards: from the second on all gradients are there."""
     return job.forwards(candidate.sequence_degree) > 1
 
 

@@ -108,8 +108,8 @@ class Chain:
         return tuple(found)
 
     def tails(self, num_tokens: int) -> Needs:
-        """What a convolution over `num_tokens` tokens before each needs: the ends of as many
-        segments as have them."""
+        """Returns what a convolution over `num_tokens` tokens before each needs: the ends of as
+        many segments as have them."""
         return tuple(self._reaching(number, num_tokens) for number in range(len(self.segments)))
 
     def _before(self, number: int) -> range:
@@ -132,15 +132,16 @@ class Chain:
         return _wanted(self, needs).get((source, destination), ())
 
     def is_kept(self, needs: Needs, num_bytes: Callable[[int], int]) -> bool:
-        """Whether layers that keep attention keep what comes in this exchange too, so that their
-        recompute makes none. All ranks do or none does, as all take part in an exchange."""
+        """Says whether layers that keep attention keep what comes in this exchange too, so that
+        their recompute makes none. All ranks do or none does, as all take part in an exchange."""
         got = [0] * self.num_ranks
         for (_, destination), numbers in _wanted(self, needs).items():
             got[destination] += sum(map(num_bytes, numbers))
         return max(got) <= KEPT_AT_MOST
 
     def traffic(self, needs: Needs, num_bytes: Callable[[int], int], rank: int) -> "ChainTraffic":
-        """What a rank sends when all get what they need; an item of segment n has `num_bytes(n)`.
+        """Returns what a rank sends when all get what they need; an item of segment n has
+        `num_bytes(n)`.
 
         Backward returns the gradient of each item by the way it came.
         """

@@ -200,8 +200,8 @@ def decide_recurrence(
     ulysses: int,
     ring: int,
 ) -> RecurrentWay:
-    """What a config names. `auto` exchanges heads where states would travel and maps would be
-    found: for delta rules, without a ring, on rows of `MANY_TOKENS` with fewer documents than
+    """Returns what a config names. `auto` exchanges heads where states would travel and maps would
+    be found: for delta rules, without a ring, on rows of `MANY_TOKENS` with fewer documents than
     ranks. Mamba-2's maps cost little, and in a ring states travel by either way.
 
     Every rank decides the same, since all see the same config, sizes and documents. Raises
@@ -237,8 +237,8 @@ def heads_traffic(
     inputs_learn: bool = True,
     output_learns: bool = True,
 ) -> ChainTraffic:
-    """What one rank of a Ulysses group sends for the inputs and the output of a recurrence. All of
-    it goes again in a replay: it is as long as the row, and so is not kept.
+    """Returns what one rank of a Ulysses group sends for the inputs and the output of a recurrence.
+    All of it goes again in a replay: it is as long as the row, and so is not kept.
 
     Args:
         rank: its rank in the group.

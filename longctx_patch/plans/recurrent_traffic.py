@@ -33,7 +33,7 @@ class Row:
 def recurrence_traffic(
     shape: RecurrentShape, row: Row, way: RecurrentWay
 ) -> tuple[ChainTraffic, ...]:
-    """What each rank sends for one layer's recurrence."""
+    """Returns what each rank sends for one layer's recurrence."""
     if way == "states":
         return states_traffic(shape, make_chain(row.layout, row.documents))
     mine = of_one_rank(shape, row.ulysses)
@@ -66,7 +66,7 @@ def states_traffic(shape: RecurrentShape, chain: Chain) -> tuple[ChainTraffic, .
 
 
 def exchanges_traffic(shape: RecurrentShape, row: Row) -> list[ChainTraffic]:
-    """What each rank sends in the exchanges of heads."""
+    """Returns what each rank sends in the exchanges of heads."""
     sizes, degree = row.layout.sizes, row.ulysses
     return [
         heads_traffic(

@@ -12,5 +12,5 @@ def announced_processes() -> int:
 
 
 def flag(name: str) -> bool:
-    """Whether an environment variable switches something on, as Accelerate reads it."""
+    """Says whether an environment variable switches something on, as Accelerate reads it."""
     return os.environ.get(name, "false").lower() in ("true", "1", "yes", "on")

@@ -62,7 +62,7 @@ def _is_half(value: Any) -> bool:
 
 
 def _places(value: Any, place: str, is_wrong: Callable[[Any], bool]) -> Iterator[str]:
-    """Where wrong values are, such as `messages[1].content`."""
+    """Returns where wrong values are, such as `messages[1].content`."""
     if isinstance(value, dict):
         for name, each in value.items():
             if is_wrong(name):

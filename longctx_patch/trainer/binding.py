@@ -55,7 +55,7 @@ def patch_reference(model: Any, config: LongContextConfig) -> PatchHandle:
 
 
 def is_patched(model: Any) -> bool:
-    """Whether attention of the model is named as a patch names it."""
+    """Says whether attention of the model is named as a patch names it."""
     name = getattr(getattr(model, "config", None), "_attn_implementation", None)
     return name in transformers_api.NAME_OVER_STOCK.values()
 

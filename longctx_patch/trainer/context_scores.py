@@ -76,7 +76,7 @@ class ContextEvaluationCallback(TrainerCallback):
         add_entry(self._trainer, entry_of(found), state.global_step)
 
     def is_due(self, state: Any) -> bool:
-        """Whether the step that has ended is one after which the model is evaluated."""
+        """Says whether the step that has ended is one after which the model is evaluated."""
         return bool(state.global_step % self._every == 0)
 
 

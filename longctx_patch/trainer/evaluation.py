@@ -96,7 +96,7 @@ _PREPARED = ("_is_accelerate_prepared", "_original_forward", "forward")
 
 
 def evaluation_problems(accelerator: Accelerator, dataset: Any, num_groups: int) -> Iterable[str]:
-    """Why a dataset can't be evaluated now, in words."""
+    """Says why a dataset can't be evaluated now, in words."""
     if accelerator.is_fsdp2 and not accelerator._models:
         yield (
             "an evaluation before training under FSDP2: Accelerate shards a model together with "
@@ -119,7 +119,7 @@ def _is_all_tensors(data: Any) -> bool:
 
 
 def logits_problem(inputs: dict[str, Any], vocabulary: int, loss: str) -> str | None:
-    """Why logits of these rows can't be had, in words; None if they can.
+    """Says why logits of these rows can't be had, in words; None if they can.
 
     Args:
         inputs: a batch of whole rows.

@@ -40,7 +40,7 @@ def generating_class(trainer: Any) -> type | None:
 
 
 def generation_problems(trainer: Any, degree: int) -> Iterable[str]:
-    """What a generating trainer asks for that is refused, in words."""
+    """Says what a generating trainer asks for that is refused, in words."""
     cls = generating_class(trainer)
     if cls is None or degree == 1:
         return
@@ -115,7 +115,7 @@ class GroupsAsProcesses:
         return found
 
     def of_first_rank(self, value: Any) -> Any:
-        """What the first rank of this group has. Collective over all processes."""
+        """Returns what the first rank of this group has. Collective over all processes."""
         return gather_object([value])[self.process_index * self._degree]
 
 

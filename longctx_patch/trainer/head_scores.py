@@ -49,7 +49,7 @@ def scores_of(trainer: Any) -> Callable[[], HeadScores | None]:
 
 
 def head_scores(trainer: Any) -> HeadScores | None:
-    """How the patched head computes the trainer's scores; None: TRL's fused head does.
+    """Returns how the patched head computes the trainer's scores; None: TRL's fused head does.
 
     The answer is for the trained model and its reference alike, and the same on all processes.
     """

@@ -19,7 +19,7 @@ SEEING = frozenset({"SFTTrainer", "DPOTrainer", "KTOTrainer"})
 
 
 def image_problems(trainer: Any) -> Iterable[str]:
-    """Why a trainer of TRL can't train a model that reads images, in words."""
+    """Says why a trainer of TRL can't train a model that reads images, in words."""
     name = next(iter(trl_trainers(type(trainer))), None)
     if name is None or name in SEEING:
         return
@@ -33,7 +33,7 @@ def image_problems(trainer: Any) -> Iterable[str]:
 
 
 def trains_encoder(model: Any) -> bool:
-    """Whether something is trained outside of the text model and its head."""
+    """Says whether something is trained outside of the text model and its head."""
     if not isinstance(model, nn.Module):
         return False  # a name, which is refused where the model is patched
     base = transformers_api.causal_lm(model)
@@ -45,14 +45,14 @@ def trains_encoder(model: Any) -> bool:
 
 
 def has_unused_weights(args: Any, model: Any) -> bool:
-    """Whether DDP has to look for weights that a batch without images doesn't use: else each rank
-    would keep gradients of its own, silently where they are summed over several batches."""
+    """Says whether DDP has to look for weights that a batch without images doesn't use: else each
+    rank would keep gradients of its own, silently where they are summed over several batches."""
     is_sharded = bool(args.fsdp) or flag("ACCELERATE_USE_FSDP")
     return num_processes() > 1 and not is_sharded and trains_encoder(model)
 
 
 def unused_problems(args: Any, model: Any) -> Iterable[str]:
-    """What keeps DDP from looking for unused weights, in words."""
+    """Says what keeps DDP from looking for unused weights, in words."""
     if not has_unused_weights(args, model):
         return
     why = "its image encoder has no gradients in a batch without images, for which DDP has to look"

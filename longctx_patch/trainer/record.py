@@ -40,7 +40,7 @@ def write_record(folder: str | Path, record: dict[str, Any]) -> None:
 
 
 def promises_manifest(folder: str | Path) -> bool:
-    """Whether a checkpoint was begun that gets a manifest at its end."""
+    """Says whether a checkpoint was begun that gets a manifest at its end."""
     path = Path(folder) / RECORD
     try:
         return json.loads(path.read_text("utf-8")).get("gets_manifest") is True
@@ -51,7 +51,7 @@ def promises_manifest(folder: str | Path) -> bool:
 
 
 def resume_problems(folder: str | Path, now: dict[str, Any]) -> Iterable[str]:
-    """Why the run that `now` describes can't go on from a checkpoint, in words."""
+    """Says why the run that `now` describes can't go on from a checkpoint, in words."""
     before = _read(folder, now)
     group, own = (run["config"].get("shifted_group", 0) for run in (before, now))
     if group != own:
@@ -70,7 +70,7 @@ def resume_problems(folder: str | Path, now: dict[str, Any]) -> Iterable[str]:
 
 
 def format_problems(folder: str | Path, *, is_fsdp: bool) -> Iterable[str]:
-    """Why transformers can't read a checkpoint, whose format depends on who held the weights."""
+    """Says why transformers can't read a checkpoint: its format depends on who held the weights."""
     was = any(FSDP_MODEL_NAME in path.name for path in Path(folder).iterdir())
     if was == is_fsdp:
         return
@@ -112,7 +112,7 @@ def _fields_of(config: Any) -> dict[str, Any]:
 
 
 def _read(folder: str | Path, now: dict[str, Any]) -> dict[str, Any]:
-    """What `write_record` wrote into a folder; `now` where a stock trainer saved."""
+    """Returns what `write_record` wrote into a folder; `now` where a stock trainer saved."""
     path = Path(folder) / RECORD
     found: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.is_file() else now
     return found

@@ -34,7 +34,7 @@ def require_mixin_first(cls: type, mixin: type) -> None:
 
 
 def argument_problems(args: Any, config: LongContextConfig, data_parallel: int) -> Iterable[str]:
-    """What TrainingArguments ask for that is refused, in words.
+    """Says what TrainingArguments ask for that is refused, in words.
 
     Args:
         data_parallel: number of sequence groups.
@@ -102,7 +102,7 @@ def _exactness_problems(args: Any, data_parallel: int) -> Iterable[str]:
 
 
 def trainer_problems(trainer: Any, config: LongContextConfig) -> Iterable[str]:
-    """What a trainer that was made asks for, in words."""
+    """Says what a trainer that was made asks for, in words."""
     if isinstance(trainer.data_collator, SequenceShardCollator):
         yield (
             "data_collator is a SequenceShardCollator: under a trainer the model takes whole rows "
@@ -168,7 +168,7 @@ def trl_trainers(cls: type) -> list[str]:
 
 
 def accelerator_problems(accelerator: Any, degree: int) -> Iterable[str]:
-    """What is wrong with the Accelerator that a trainer has made, in words."""
+    """Says what is wrong with the Accelerator that a trainer has made, in words."""
     found = accelerator.state.parallelism_config
     size = 1 if found is None else found.tp_size
     is_ours = degree == 1 or not getattr(found, "tp_enabled", True)
@@ -211,7 +211,7 @@ def refuse_shards(batches: Iterable[Any]) -> None:
 
 
 def shared_cache_problems(dataset: Any) -> Iterable[str]:
-    """Why TRL can't hand on what its first process computes beside a dataset, in words."""
+    """Says why TRL can't hand on what its first process computes beside a dataset, in words."""
     if num_processes() > 1 and getattr(dataset, "cache_files", None) == []:
         yield (
             "precompute_ref_log_probs with a dataset in memory: TRL's first process writes the "

@@ -28,5 +28,5 @@ def leave_out_missing_router_loss(trainer: Any) -> None:
 
 
 def has_router_loss(model: Any) -> bool:
-    """Whether transformers' model adds a loss of its router."""
+    """Says whether transformers' model adds a loss of its router."""
     return hasattr(model, transformers_api.router_weight(model))

@@ -153,14 +153,14 @@ class SavedStatesMixin(_Trainer):
 
 
 def has_states(checkpoint: str | Path) -> bool:
-    """Whether a checkpoint has weights and states in our format; else it is transformers'."""
+    """Says whether a checkpoint has weights and states in our format; else it is transformers'."""
     return (Path(checkpoint) / STATES).is_dir()
 
 
 def beside_training(
     device_type: str, watchdog: Watchdog | None, say: Callable[[str], object]
 ) -> BesideTraining:
-    """What writes a trainer's checkpoints. Collective."""
+    """Returns what writes a trainer's checkpoints. Collective."""
     given: dict[str, Any] = {"device_type": device_type, "say": say}
     if watchdog is None:
         return BesideTraining(timeout_s=TimeLimits().save_s, **given)
@@ -169,13 +169,14 @@ def beside_training(
 
 
 def _has_frozen(model: Any) -> bool:
-    """Whether a checkpoint has frozen weights as well: of an adapter's base it has none."""
+    """Says whether a checkpoint has frozen weights as well: of an adapter's base it has none."""
     return not hasattr(model, "peft_config")
 
 
 def _is_whole(model: Any) -> bool:
-    """Whether `save_pretrained` writes what it is given, without a look at the model's weights. Of
-    an adapter it writes little, and switches its config while it does: nobody may train then."""
+    """Says whether `save_pretrained` writes what it is given, without a look at the model's
+    weights. Of an adapter it writes little, and switches its config while it does: nobody may train
+    then."""
     is_plain = isinstance(model, PreTrainedModel) and not hasattr(model, "hf_device_map")
     others = ("hf_quantizer", "_hf_peft_config_loaded")
     return is_plain and not any(getattr(model, name, None) for name in others)
@@ -201,7 +202,7 @@ def _model_held_back(
 
 
 def reasons_to_wait(trainer: Any) -> Iterator[str]:
-    """Why a trainer's checkpoints are written while training waits, in words."""
+    """Says why a trainer's checkpoints are written while training waits, in words."""
     strategy = getattr(trainer.args.hub_strategy, "value", trainer.args.hub_strategy)
     if trainer.args.push_to_hub and strategy != "end":
         yield f"hub_strategy={strategy!r} uploads each. Use 'end'"
@@ -215,7 +216,7 @@ def reasons_to_wait(trainer: Any) -> Iterator[str]:
 
 
 def _may_read(callback: Any) -> bool:
-    """Whether a callback may look into the checkpoint that was just saved."""
+    """Says whether a callback may look into the checkpoint that was just saved."""
     method = type(callback).on_save
     package, _, room = method.__module__.partition(".")
     if package == "longctx_patch" or (package, room) == ("transformers", "trainer_callback"):

@@ -250,7 +250,7 @@ class SealedCheckpointsMixin(SavedStatesMixin):
 
 
 def kept_problems(args: Any, keep_every: int) -> Iterator[str]:
-    """Why no checkpoints are kept by `keep_every`, in words. `args`: the trainer's arguments."""
+    """Says why `keep_every` keeps no checkpoints, in words. `args`: the trainer's arguments."""
     if keep_every < 0:
         yield f"keep_every={keep_every}: a number of steps, 0 or more."
     if keep_every <= 0:
@@ -271,8 +271,8 @@ def kept_problems(args: Any, keep_every: int) -> Iterator[str]:
 
 
 def _problems(folder: Path) -> list[str]:
-    """What is wrong with a checkpoint of ours, or with one that was never to have a manifest: the
-    latter has no checksums, but has to be written to its end. Collective."""
+    """Says what is wrong with a checkpoint of ours, or with one that was never to have a manifest:
+    the latter has no checksums, but has to be written to its end. Collective."""
     if of_all_ranks((folder / MANIFEST).is_file())[0]:
         return problems_in(folder)
     return of_all_ranks(_problems_without_manifest(folder) if own_rank() == 0 else [])[0]
@@ -298,7 +298,7 @@ def _problems_of_states(folder: Path) -> list[str]:
 
 
 def _refusal(folder: Path, problems: list[str]) -> str:
-    """Why no run goes on from a checkpoint, and from which one it can. Collective."""
+    """Says why no run goes on from a checkpoint, and from which one it can. Collective."""
     beside = of_all_ranks(checkpoints_of(folder.parent).found())[0]
     others = (each.path for each in reversed(beside) if each.path.name != folder.name)
     whole = next((path for path in others if not _problems(path)), None)

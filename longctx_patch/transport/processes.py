@@ -79,8 +79,8 @@ def run_processes(
 
 
 def forking(backend: str, function: Callable[..., Any]) -> Any:
-    """How processes start that run `function`: where it is safe, from a fork server which has
-    imported what this process has of `PACKAGES` and of the function's own package.
+    """Returns how processes start that run `function`: where it is safe, from a fork server which
+    has imported what this process has of `PACKAGES` and of the function's own package.
 
     The server imports once, for this call and later ones; each spawned process would take seconds
     for it. CUDA does not survive a fork, nor do the libraries of macOS.

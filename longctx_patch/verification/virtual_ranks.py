@@ -56,7 +56,7 @@ class VirtualParity:
 
     @property
     def ok(self) -> bool:
-        """Whether all errors are within the tolerance, and the traffic is as planned."""
+        """Says whether all errors are within the tolerance, and the traffic is as planned."""
         errors = (self.loss_rel_err, *self.grad_rel_errs.values())
         return self.traffic_as_planned and all(error <= self.tolerance for error in errors)
 

@@ -129,7 +129,7 @@ class Template:
         return found
 
     def _learns_to_stop(self) -> bool:
-        """Whether the last token that is learned of a turn is one that the tokenizer has added."""
+        """Says whether the last token that is learned of a turn was added by the tokenizer."""
         roles = ("user", "assistant") if self.marks == "none" else ("user", "assistant", "user")
         turns = [{"role": role, "content": "w"} for role in roles]
         ids, learned = self.tokens(Record({}, "the template's check"), turns)
@@ -385,7 +385,7 @@ def _without_none(message: Message) -> dict[str, Any]:
 
 
 def _overlapping(tokens: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
-    """Whether each token has a character in one of the spans; both are in order.
+    """Says whether each token has a character in one of the spans; both are in order.
 
     transformers' own mask goes on to the end of the text where a span ends with a character that
     belongs to no token, such as a space.

@@ -80,12 +80,12 @@ class Losses:
 
     @property
     def are_many(self) -> bool:
-        """Whether a run has to be told that it may leave them out."""
+        """Says whether a run has to be told that it may leave them out."""
         return self.num_left_out > MOST_LEFT_OUT * self.num_records
 
     @property
     def reasons(self) -> str:
-        """Why records are left out, and which ones first."""
+        """Says why records are left out, and which ones first."""
         return "; ".join(_of(why, each) for why, each in self.left_out.items())
 
     def facts(self) -> list[tuple[str, str, str]]:
@@ -144,7 +144,7 @@ def say_losses(
 
 
 def too_many(losses: Losses) -> str:
-    """Why a run is refused that leaves out many records, and what to type."""
+    """Says why a run is refused that leaves out many records, and what to type."""
     share = losses.num_left_out / losses.num_records
     return (
         f"{losses.num_left_out:,} of {losses.num_records:,} records ({share:.1%}) would be left "

@@ -118,7 +118,7 @@ class Reading:
 
     @cached_property
     def template(self) -> Template:
-        """How conversations become text. Raises ValueError for one that can't be trained on."""
+        """Returns how conversations become text. Raises ValueError for unfit templates."""
         return Template.of(
             self.tokenizer,
             assistant_only=self.assistant_only,
@@ -303,7 +303,7 @@ def _ids(record: Record, field: str) -> Ids:
 
 
 def _common_prefix(ids: Ids, others: Ids) -> int:
-    """How many tokens both begin with: templates may end a prompt in another way than they go on
-    from it."""
+    """Counts how many tokens both begin with: templates may end a prompt in another way than they
+    go on from it."""
     pairs = enumerate(zip(ids, others, strict=False))
     return next((n for n, (a, b) in pairs if a != b), min(len(ids), len(others)))

@@ -42,7 +42,7 @@ class Record(NamedTuple):
 
 
 def is_empty_file(record: Record) -> bool:
-    """Whether it is that of a file without any text, such as one that marks a folder as whole."""
+    """Says whether it is that of a file without text, such as one that marks a folder as whole."""
     return record.fields.get(TEXT_FILE) == ""
 
 
@@ -85,7 +85,7 @@ def _why_unknown(fields: Mapping[str, Any], text_field: str) -> str:
 
 
 def no_text(fields: Mapping[str, Any], text_field: str) -> str:
-    """What the field of text holds instead, or which others there are."""
+    """Returns what the field of text holds instead, or which others there are."""
     if text_field in fields:
         value = fields[text_field]
         held = "null" if value is None else f"{str(value)[:40]} (a {type(value).__name__})"

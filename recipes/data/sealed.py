@@ -30,7 +30,7 @@ def seal(folder: Path, files: Iterable[Path], **more: Any) -> None:
 
 
 def sealed(folder: Path) -> Mapping[str, Any]:
-    """What was written of a folder. Raises ValueError or OSError for a seal that is damaged."""
+    """Returns what was written of a folder. Raises ValueError or OSError for a damaged seal."""
     found: Mapping[str, Any] = json.loads((folder / SEAL).read_bytes())
     return found
 

@@ -136,7 +136,7 @@ def _parts_of_saved(path: Path, asked: str) -> Iterator[Part]:
 
 
 def _is_saved(folder: Path) -> bool:
-    """Whether `save_to_disk` wrote the folder."""
+    """Says whether `save_to_disk` wrote the folder."""
     names = {file.name for file in folder.iterdir()}
     return "dataset_dict.json" in names or {"state.json", "dataset_info.json"} <= names
 

@@ -46,7 +46,7 @@ class Specials:
         return re.compile("|".join(map(re.escape, longest)) or "(?!)")
 
     def count(self, value: Any) -> int:
-        """How many there are in a text, or in the texts of a record's field."""
+        """Counts how many there are in a text, or in the texts of a record's field."""
         return sum(len(self._pattern.findall(text)) for text in _texts(value))
 
     def marked(self, record: Record, value: Any) -> Any:
@@ -133,7 +133,7 @@ class Specials:
 
 
 def without_marks(text: str, spans: Sequence[Span]) -> list[Span]:
-    """Where spans of a text are once marks are out of it."""
+    """Returns where spans of a text are once marks are out of it."""
     return [(a - text.count(MARK, 0, a), b - text.count(MARK, 0, b)) for a, b in spans]
 
 

@@ -110,7 +110,7 @@ def _no_rows(source: str, losses: Losses) -> NoRecords:
 
 
 def _folder_of(key: str) -> Path:
-    """Where `datasets` keeps a table."""
+    """Returns where `datasets` keeps a table."""
     return Path(datasets.config.HF_DATASETS_CACHE, __name__.rpartition(".")[2], f"rows-{key}")
 
 
@@ -284,7 +284,7 @@ def _features(reading: RowReading) -> Features:
 
 
 def _reason(error: BaseException) -> ValueError:
-    """What a process that reads has raised; of another process there is the text of its trace."""
+    """Returns what a reading process has raised; of another process the text of its trace."""
     found: BaseException | None = error
     while found is not None:
         if isinstance(found, BadRecord):

@@ -54,7 +54,7 @@ class Conversation:
         return frozenset(self.added.values())
 
     def turns(self, ids: Sequence[int], offsets: Sequence[Span]) -> list[Span]:
-        """Where in the text each of the assistant's turns is.
+        """Returns where in the text each of the assistant's turns is.
 
         `ids`, `offsets`: the tokens of the text and where each is in it. Raises BadRecord for a
         turn that is not found, with what differs.
@@ -116,8 +116,8 @@ class Conversation:
         return stop if stop > start else None
 
     def _without_ending(self, place: int, ending: str, rest: str) -> str | None:
-        """What follows the turn. Where others follow, another token may end it: the one that ends
-        the message before it."""
+        """Returns what follows the turn. Where others follow, another token may end it: the one
+        that ends the message before it."""
         if rest.startswith(ending):
             return rest[len(ending) :]
         last = max(self.added, key=lambda token: (ending.rfind(token), len(token)), default="")
@@ -155,7 +155,7 @@ class _NotFoundError(Exception):
 
 
 def _difference(part: str, whole: str) -> str:
-    """What a part of a conversation has where the whole of it has something else."""
+    """Returns what a part of a conversation has where the whole of it has something else."""
     pairs = enumerate(zip(part, whole, strict=False))
     same = next((n for n, (one, other) in pairs if one != other), min(len(part), len(whole)))
     shown = slice(max(0, same - SHOWN // 4), same + SHOWN)

@@ -59,7 +59,7 @@ def _parts(text: str, tokenizer: Any) -> Iterator[Tokens]:
 
 
 def ids_of_text(text: str, tokenizer: Any, *, special: bool) -> list[int]:
-    """What a tokenizer makes of a text, with its special tokens around it or without."""
+    """Returns what a tokenizer makes of a text, with its special tokens around it or without."""
     if len(text) <= WINDOW or not tokenizer.is_fast:
         found: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
         return found
@@ -88,7 +88,7 @@ def _at(window: Tokens, place: int) -> int:
 
 
 def _agree(before: Tokens, after: Tokens, place: int, *, num_before: int | None = None) -> bool:
-    """Whether two windows have the same tokens around a place."""
+    """Says whether two windows have the same tokens around a place."""
     num_before = NUM_AGREEING if num_before is None else num_before
     wanted, found = (
         window.part(max(0, _at(window, place) - num_before), _at(window, place) + NUM_AGREEING)

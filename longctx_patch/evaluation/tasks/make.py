@@ -184,7 +184,7 @@ def make_at_lengths(
 
 
 def haystacks(names: Iterable[str], sources: Sources) -> dict[str, str]:
-    """What each task hides its needles in where that may differ: `own text`."""
+    """Returns what each task hides its needles in where that may differ: `own text`."""
     found = {}
     for name in names:
         if name == TASK:

@@ -94,7 +94,7 @@ class Sources:
 
 
 def _given(name: str, file: str) -> str:
-    """Where to give a file."""
+    """Returns where to give a file."""
     option = name.replace("_", "-")
     return f"give {file} (`longctx eval --{option} FILE`, Sources({name}=FILE))"
 

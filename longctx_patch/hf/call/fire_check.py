@@ -68,7 +68,7 @@ class FireCheck:
         self._recurrent: set[int] = set()
 
     def __repr__(self) -> str:
-        """What ran and what this rank sent, in a line."""
+        """Returns what ran and what this rank sent, in a line."""
         forward, backward = self.planned_forward(), self.planned_backward()
         kernels = ", ".join(self._group.kernels.names)  # none on the CPU
         says = [
@@ -84,7 +84,7 @@ class FireCheck:
         return f"<first step: {'; '.join(says)}>"
 
     def _layers(self) -> str:
-        """What the layers are in which tokens meet; a decoder layer may have two of them."""
+        """Names the kinds of layers in which tokens meet; a decoder layer may have two."""
         recurrent = len(self._recurrent)
         if not recurrent:
             return "layers"
@@ -167,22 +167,22 @@ class FireCheck:
         self._before = self._sent()
 
     def backward_problem(self) -> str | None:
-        """What was wrong with backward, asked when the next forward pass begins; None if nothing. A
-        step without a whole backward proves nothing."""
+        """Says what was wrong with backward, asked when the next forward pass begins; None if
+        nothing. A step without a whole backward proves nothing."""
         if not self._backward or self._was_interrupted():
             return None
         return self._wrong_traffic("backward", self.planned_backward())
 
     def _was_interrupted(self) -> bool:
-        """Whether a layer's backward began and did not end: out of memory, say."""
+        """Says whether a layer's backward began and did not end: out of memory, say."""
         return any(self._finished[layer] < self._backward[layer] for layer in self._inputs_train)
 
     def planned_forward(self) -> Traffic:
-        """What this rank sends in forward."""
+        """Returns what this rank sends in forward."""
         return sum((traffic.forward for traffic in self._traffic.values()), Traffic())
 
     def planned_backward(self) -> Traffic:
-        """What this rank sends for the layers that have run backward or been recomputed.
+        """Returns what this rank sends for the layers that have run backward or been recomputed.
 
         Layers below all trained parameters have neither.
         """
@@ -256,7 +256,7 @@ class FirstStep:
         self._forwards = [(mixer, vars(mixer).get("forward")) for mixer in mixers]
 
     def is_due(self, decoder: nn.Module) -> bool:
-        """Whether the next sharded pass is checked."""
+        """Says whether the next sharded pass is checked."""
         done = self.check is not None and self.check.has_run_forward
         done = done or self.checkpoints.is_rehearsed
         return not done and decoder.training and torch.is_grad_enabled()
@@ -277,7 +277,7 @@ class FirstStep:
         return self.check
 
     def misfire(self, decoder: nn.Module) -> str | None:
-        """What went wrong since the first step: the model's attention or a recurrent layer's
+        """Says what went wrong since the first step: the model's attention or a recurrent layer's
         forward was replaced, or the first backward sent other traffic than planned."""
         found = transformers_api.attention_implementation(self.model)
         if found not in transformers_api.NAME_OVER_STOCK.values():

@@ -39,7 +39,7 @@ def check_whole_rows(group: SequenceGroup, kwargs: dict[str, Any]) -> None:
 
 
 def _count_from_zero(positions: Tensor) -> bool:
-    """Whether positions count up, and start at 0 wherever they start."""
+    """Says whether positions count up, and start at 0 wherever they start."""
     starts, steps = positions[..., 0], positions.diff(dim=-1)
     return bool((starts == 0).all() and ((steps == 1) | (positions[..., 1:] == 0)).all())
 
@@ -54,7 +54,7 @@ def wants_router_logits(decoder: nn.Module, kwargs: dict[str, Any]) -> bool:
 def input_problem(
     kwargs: dict[str, Any], positions: Tensor, wants_router_logits: bool
 ) -> str | None:
-    """What this rank can't compute with, in words; `positions` `[1, L]` are the layout's."""
+    """Says what this rank can't compute with, in words; `positions` `[1, L]` are the layout's."""
     return (
         _count_problem(kwargs.get("num_items_in_batch"), kwargs.get("num_valid_tokens"))
         or _mask_problem(kwargs, wants_router_logits)
@@ -153,7 +153,7 @@ def _same_positions(given: Tensor, positions: Tensor) -> bool:
 
 
 def vocabulary_problem(model: nn.Module, least: int, most: int) -> str | None:
-    """What is wrong with tokens from `least` to `most`, in words.
+    """Says what is wrong with tokens from `least` to `most`, in words.
 
     On a GPU an id without an embedding ends the process in the middle of a kernel, on the rank that
     has the token; the others would wait for it.

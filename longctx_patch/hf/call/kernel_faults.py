@@ -59,7 +59,7 @@ def check_faults(
 
 
 def delta_rule_fault(capability: int, installed: Installed) -> str | None:
-    """Why gated delta rules can't be trained, and what mends it; None where they can."""
+    """Says why gated delta rules can't be trained, and what mends it; None where they can."""
     triton, fla, tilelang = installed
     if capability != HOPPER or triton is None or triton < BROKEN:
         return None

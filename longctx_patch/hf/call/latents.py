@@ -28,7 +28,7 @@ def bind_latents(model: PreTrainedModel, config: LongContextConfig) -> Callable[
 
 
 def heads_travel_because(model: PreTrainedModel, config: LongContextConfig) -> str | None:
-    """Why latents don't travel, in words; None: they do. The same on every rank."""
+    """Says why latents don't travel, in words; None: they do. The same on every rank."""
     model_config: Any = model.config
     facts = ModelFacts.of(model_config)
     if config.kv_exchange == "heads":
@@ -48,7 +48,7 @@ def heads_travel_because(model: PreTrainedModel, config: LongContextConfig) -> s
 
 
 def expansion_of(module: nn.Module, query: Tensor) -> Expansion | None:
-    """How a layer's latents become keys and values; None: attention has got these already."""
+    """Returns how latents become keys and values; None where attention has got these already."""
     if not transformers_api.hands_on_latents(module):
         return None
     layer = transformers_api.expanding_layer(module)
@@ -82,7 +82,7 @@ def _check_repeatable(module: nn.Module, layer: nn.Module, weights: tuple[Tensor
 
 
 def _draws(layer: nn.Module) -> bool:
-    """Whether a layer has dropout."""
+    """Says whether a layer has dropout."""
     found = (
         part for part in layer.modules() if isinstance(part, torch.nn.modules.dropout._DropoutNd)
     )

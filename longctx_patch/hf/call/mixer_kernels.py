@@ -128,7 +128,7 @@ class Countable(NamedTuple):
     package: str
 
     def problem(self, num_tokens: int) -> str | None:
-        """Why a batch of so many tokens can't have transformers' own forward."""
+        """Says why a batch of so many tokens can't have transformers' own forward."""
         if num_tokens <= self.tokens:
             return None
         return (

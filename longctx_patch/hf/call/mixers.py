@@ -49,7 +49,7 @@ class RecurrentRun:
 
     @property
     def planned(self) -> ChainTraffic:
-        """What this rank sends in the exchanges so far, by the plans alone."""
+        """Returns what this rank sends in the exchanges so far, by the plans alone."""
         return self.over_all.planned.plus(self._of_heads)
 
     def recurrence(self, recurrence: Recurrence) -> Tensor:

@@ -47,7 +47,7 @@ def _padding_mask(mask: Any) -> Tensor | None:
 
 
 def _by_positions(positions: Tensor | None, mask: Tensor | None) -> str | None:
-    """What says where positions of neighbouring tokens do not count up by one."""
+    """Returns what says where positions of neighbouring tokens do not count up by one."""
     if positions is None or positions.shape[-1] < 2:
         return None
     has_axes = positions.ndim == 3 and len(positions) == 3

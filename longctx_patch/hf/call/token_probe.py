@@ -129,13 +129,13 @@ def _is_foreign(module: nn.Module) -> bool:
 
 
 def _is_in_the_way(part: nn.Module) -> bool:
-    """Whether a module would give, or others would see, something else in a second call."""
+    """Says whether a module would give, or others would see, something else in a second call."""
     draws = isinstance(part, _DropoutNd) and part.training and part.p > 0
     return draws or bool(part._forward_hooks or part._forward_pre_hooks)
 
 
 def _place(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Place | None:
-    """Where the tokens are: `[B, L, ...]`, ids `[B, L]`, or `[tokens, hidden]`."""
+    """Returns where the tokens are: `[B, L, ...]`, ids `[B, L]`, or `[tokens, hidden]`."""
     first = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
     if first is None or first.ndim < 2:
         return None

@@ -166,7 +166,7 @@ def _parts(model: PreTrainedModel) -> Iterator[nn.Module]:
 
 
 def _routes(name: str, part: nn.Module) -> bool:
-    """Whether a part of a layer gives tokens to experts, or is some."""
+    """Says whether a part of a layer gives tokens to experts, or is some."""
     inner = {each.rpartition(".")[2] for each, _ in part.named_modules()}
     return bool({"experts", "router"} & (inner | {name}))
 
@@ -177,7 +177,7 @@ def _has_experts(model: PreTrainedModel) -> bool:
 
 
 def _not_served(model: PreTrainedModel) -> str | None:
-    """Why Liger Kernel would not compute what the model does; None if it would."""
+    """Says why Liger Kernel would not compute what the model does; None if it would."""
     family = model.config.model_type
     if family not in LIGER_FAMILIES:
         return f"Liger Kernel has no kernels for {family}, only for {', '.join(LIGER_FAMILIES)}"

@@ -146,8 +146,8 @@ class TiledForward:
 
 
 def _is_known(forward: object) -> bool:
-    """Whether a function or method was written in `MLP_CODE`. A wrapper carries the names of what
-    it wraps, and does not count."""
+    """Says whether a function or method was written in `MLP_CODE`. A wrapper carries the names of
+    what it wraps, and does not count."""
     function = getattr(forward, "__func__", forward)
     return (
         isinstance(function, FunctionType)
@@ -165,7 +165,7 @@ def _tiled_forwards(module: nn.Module) -> Iterator[TiledForward]:
 
 
 def _obstacle(module: nn.Module) -> str | None:
-    """Why the MLP can't run in tiles as it is wrapped, and what to do; None if it can."""
+    """Says why the MLP can't run in tiles as it is wrapped, and what to do; None if it can."""
     for name, within in module.named_modules():
         if name and isinstance(within, FSDPModule):
             return (
@@ -184,5 +184,5 @@ def _obstacle(module: nn.Module) -> str | None:
 
 
 def _draws(module: nn.Module) -> bool:
-    """Whether dropout is active within."""
+    """Says whether dropout is active within."""
     return any(isinstance(m, _DropoutNd) and m.training and m.p > 0 for m in module.modules())

@@ -118,13 +118,13 @@ class Rehearsal:
 
     @property
     def chooses_by_layer(self) -> bool:
-        """Whether layers were rehearsed under different policies, as `auto` has them."""
+        """Says whether layers were rehearsed under different policies, as `auto` has them."""
         return self.policies[0] != self.policies[-1]
 
     @property
     def kept_bytes(self) -> int:
-        """What a layer keeps, its output included. Measured on the second of the three layers,
-        because FSDP still has a buffer of the embeddings when the first one begins."""
+        """Returns what a layer keeps, its output included. Measured on the second of the three
+        layers, because FSDP still has a buffer of the embeddings when the first one begins."""
         return max(0, self._before[2] - self._before[1])
 
     @property
@@ -134,7 +134,7 @@ class Rehearsal:
 
     @property
     def extra_bytes(self) -> Extra:
-        """What a layer keeps on each rung beyond the one below, where there are several rungs."""
+        """Returns what a layer keeps on each of several rungs beyond the one below."""
         if not self.chooses_by_layer:
             return Extra(0, 0)
         attention = self._bytes_to_host[1] + self.stayed_bytes
@@ -182,7 +182,7 @@ class WholeStep:
         return self.seen.layers_peak + more + self.state_bytes
 
     def known(self, allocated_bytes: int) -> Rehearsed:
-        """What `auto` then need not measure, given that tensors hold `allocated_bytes` now."""
+        """Returns what `auto` need not measure where tensors hold `allocated_bytes` now."""
         return Rehearsed(
             extra_bytes=self.rehearsal.extra_bytes,
             host_layers=self.host_layers,
@@ -192,13 +192,13 @@ class WholeStep:
 
     @property
     def _last_layer_bytes(self) -> int:
-        """What the last layer kept in the rehearsal and need not keep."""
+        """Returns what the last layer kept in the rehearsal and need not keep."""
         extra, has_room = self.rehearsal.extra_bytes, self.host_layers >= self.rehearsal.num_layers
         return extra.none + (extra.attention if has_room else 0)
 
     @property
     def _kept_by_others(self) -> int:
-        """What the layers that were not rehearsed keep on the device.
+        """Returns what the layers that were not rehearsed keep on the device.
 
         What has no room on the host stays there. The last layer is counted elsewhere, and what
         stayed on the device in the rehearsal is in its peak already.

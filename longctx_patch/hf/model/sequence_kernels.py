@@ -33,7 +33,7 @@ class Kernel(NamedTuple):
 
     @property
     def is_installed(self) -> bool:
-        """Whether the package is there, working or not."""
+        """Says whether the package is there, working or not."""
         return find_spec(self.module.partition(".")[0]) is not None
 
     def import_error(self) -> Exception | None:
@@ -72,8 +72,8 @@ def torch_function(function: Function) -> Function:
 
 
 def chosen(function: Function) -> Function:
-    """What one of these functions runs: a kernel, or `torch_function`; that too where transformers'
-    code doesn't say, as another version of it might."""
+    """Returns what one of these functions runs: a kernel, or `torch_function`; that too where
+    transformers' code doesn't say, as another version of it might."""
     own = plain(function)
     if not hasattr(own, "__wrapped__"):  # a kernel of the hub has taken its place
         return own
@@ -88,9 +88,9 @@ def runs_kernel(function: Function) -> bool:
 
 
 def lacks_convolution(mixer: nn.Module) -> bool:
-    """Whether transformers' own forward of a layer ends with an error in training, without a cache:
-    mamba-ssm's kernel for the convolution and the scan at once needs causal-conv1d. Where it can't
-    import that, it has None for its functions."""
+    """Says whether transformers' own forward of a layer ends with an error in training, without a
+    cache: mamba-ssm's kernel for the convolution and the scan at once needs causal-conv1d. Where it
+    can't import that, it has None for its functions."""
     forward = transformers_api.code_of(type(mixer))
     if _FUSED not in forward.__code__.co_names:
         return False
@@ -103,8 +103,8 @@ def lacks_convolution(mixer: nn.Module) -> bool:
 
 
 def kernel_takes(function: Function, option: str) -> bool:
-    """Whether what one of these functions runs is a kernel that names an option: transformers drops
-    what a kernel doesn't name."""
+    """Says whether what one of these functions runs is a kernel that names an option: transformers
+    drops what a kernel doesn't name."""
     return runs_kernel(function) and option in inspect.signature(chosen(function)).parameters
 
 
@@ -116,7 +116,7 @@ def plain(function: Function) -> Function:
 
 
 def _given(function: nn.Module) -> Function:
-    """What such a module was made of, whatever has replaced its forward."""
+    """Returns what such a module was made of, whatever has replaced its forward."""
     inner: Function = inspect.getclosurevars(type(function).forward).nonlocals["func"]
     return inner
 

@@ -130,7 +130,7 @@ def bind_attention(model: PreTrainedModel, stock: str) -> Callable[[], None]:
 
 
 def reads_images(model: nn.Module) -> bool:
-    """Whether the text model is one part of several."""
+    """Says whether the text model is one part of several."""
     config = getattr(model, "config", None)
     return config is not None and text_config(config) is not config
 
@@ -201,8 +201,8 @@ def cache_given(kwargs: Mapping[str, Any]) -> str | None:
 
 
 def cache_name(module: nn.Module) -> str:
-    """What a module's forward calls its argument for a cache. By the other name transformers 5.24
-    drops it where the caller gives both, though one is None."""
+    """Returns what a module's forward calls its argument for a cache. By the other name
+    transformers 5.24 drops it where the caller gives both, though one is None."""
     code = code_of(type(module)).__code__
     taken = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]  # no local variables
     return next(name for name in CACHE_NAMES if name in taken)
@@ -225,12 +225,12 @@ def bind_latents(model: nn.Module) -> Callable[[], None]:
 
 
 def hands_on_latents(module: nn.Module) -> bool:
-    """Whether attention functions get this layer's latents in place of keys and values."""
+    """Says whether attention functions get this layer's latents in place of keys and values."""
     return vars(module).get(_EXPAND) is _as_they_are
 
 
 def can_hand_on_latents(module: nn.Module) -> bool:
-    """Whether `bind_latents` would know what it replaces in this layer."""
+    """Says whether `bind_latents` would know what it replaces in this layer."""
     return hasattr(type(module), _EXPAND) and _EXPAND not in vars(module)
 
 
@@ -274,7 +274,7 @@ def code_of(cls: type[nn.Module]) -> FunctionType:
 
 
 def takes_options(cls: type[nn.Module]) -> bool:
-    """Whether a forward takes any option, as those of its decoder's call that it doesn't know."""
+    """Says whether a forward takes any option, as those that a decoder's call doesn't know."""
     return bool(code_of(cls).__code__.co_flags & inspect.CO_VARKEYWORDS)
 
 
@@ -333,7 +333,7 @@ def _stock_mask(stock: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def no_mask(call: Any, batch: int, device: torch.device) -> Tensor:
-    """What a sharded call passes as attention mask: an empty one, which carries the call.
+    """Returns what a sharded call passes as attention mask: an empty one, which carries the call.
 
     transformers returns a 4-D mask untouched. Without one it would read the position ids of a
     shard, take their gaps for packed documents and build a dense mask.

@@ -37,7 +37,7 @@ class Setting:
 
     @property
     def may_send_latents(self) -> bool:
-        """Whether latents, if a model has them, are expanded block by block where they arrive:
+        """Says whether latents, if a model has them, are expanded block by block where they arrive:
         Ulysses exchanges heads, and gathered latents would be those of a whole row."""
         plans = {self.plan_of(direction) for direction in Direction}
         return self.ulysses_degree == 1 and not any(PLANS[plan].gathers for plan in plans)

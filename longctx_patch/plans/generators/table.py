@@ -142,7 +142,7 @@ def auto_plan(
 
 
 def has_full_nodes(num_ranks: int, ranks_per_node: int) -> bool:
-    """Whether ring ranks fill several nodes, so that a double ring has both its rings."""
+    """Says whether ring ranks fill several nodes, so that a double ring has both its rings."""
     return 1 < ranks_per_node < num_ranks and num_ranks % ranks_per_node == 0
 
 
