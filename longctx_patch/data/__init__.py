@@ -3,10 +3,8 @@
 from longctx_patch.data.collator import SequenceShardCollator
 from longctx_patch.data.descriptor import SHARD_KEY
 from longctx_patch.data.packing import PackedRows, pack_lengths, pack_rows
-from longctx_patch.data.whole_rows import ROWS_KEY
 
 __all__ = [
-    "ROWS_KEY",
     "SHARD_KEY",
     "PackedRows",
     "SequenceShardCollator",

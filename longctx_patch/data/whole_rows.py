@@ -16,9 +16,6 @@ from longctx_patch.data.rows import Row
 from longctx_patch.data.stock_rows import Lengths, StockModel, check_labels, check_read_alike
 from longctx_patch.loss.law import IGNORE_INDEX
 
-ROWS_KEY = "longctx_rows"
-"""Key of a `RowsPass`, in the shard of a batch that was whole rows."""
-
 WANTED_KEY = "longctx_wanted"
 """Key of a `Wanted`, in a batch of whole rows whose loss is not what is wanted."""
 
@@ -78,13 +75,16 @@ class RowsPass(NamedTuple):
     """Columns of the batch."""
     is_packed: bool
     """Whether all rows were joined into one."""
+    least_id: int
+    """The smallest token."""
     wanted: Wanted = "loss"
     columns: tuple[int, ...] | None = None
     """Columns of the batch whose logits are wanted; None: all of them."""
     scores: HeadScores = HeadScores()
     """How `scores` are made."""
-    has_images: bool = False
-    """Whether the model embeds whole rows, with images in them, and the decoder cuts them."""
+    images: str = ""
+    """Sizes and a checksum of its images, where the model embeds whole rows with images in them,
+    and the decoder cuts them."""
     image_spans: tuple[tuple[int, int], ...] = ()
     """Where images are whose tokens see each other in both directions."""
     only_windows_see_ahead: bool = False

@@ -25,7 +25,7 @@ from longctx_patch.transport import (
     Transport,
     VirtualTransport,
 )
-from longctx_patch.transport.meeting import Meeting, SequenceParallelismError, digest, meet, table
+from longctx_patch.transport.meeting import Meeting, digest, meet, table
 
 
 class WorldPlace(NamedTuple):
@@ -79,7 +79,6 @@ class SequenceGroup:
         held: str,
         numbers: Sequence[int] = (),
         *,
-        problem: ValueError | SequenceParallelismError | None = None,
         whole: str,
         fix: str,
     ) -> list[tuple[int, ...]]:
@@ -88,7 +87,6 @@ class SequenceGroup:
         Args:
             local_tokens: how many tokens this rank holds; it must be what the layout says.
             held: what must be the same on all ranks, in words.
-            problem: why this rank refuses what it holds (see `meet`).
             whole: what the ranks must hold shards of, in words.
             fix: what to do if they don't, in words.
 
@@ -96,7 +94,7 @@ class SequenceGroup:
             ValueError: on every rank, with a table of what each one holds.
         """
         same = digest(f"{documents.num_tokens} tokens, {held}")
-        rows = meet(self.everyone, meeting, (same, local_tokens, *numbers), problem)
+        rows = meet(self.everyone, meeting, (same, local_tokens, *numbers))
         sizes = self.layout(documents).sizes
         if {row[0] for row in rows} == {same} and tuple(row[1] for row in rows) == sizes:
             return [row[2:] for row in rows]

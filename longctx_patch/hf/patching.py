@@ -28,7 +28,7 @@ from longctx_patch.hf.call.temperature import bind_temperature
 from longctx_patch.hf.handle import PatchHandle
 from longctx_patch.hf.layers.checkpointing import LayerCheckpoints
 from longctx_patch.hf.layers.mlp_tiles import bind_mlps
-from longctx_patch.hf.loss.lm_head import bind_head, bind_passes
+from longctx_patch.hf.loss.lm_head import LossPasses, bind_head
 from longctx_patch.hf.loss.shard_loss import ShardLoss
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.hf.model.sequence_kernels import lacks_convolution
@@ -130,6 +130,7 @@ def _unbound_handle(
     decoder: Any = transformers_api.decoder_of(base)
     calls = DecoderCalls(
         group=group,
+        decoder=decoder,
         # Cached by length, since the function may look at every pair of tokens.
         mask=None if mask is None else lru_cache(maxsize=8)(mask),
         first_step=FirstStep(base, group, checkpoints),
@@ -151,16 +152,14 @@ def _bind(handle: PatchHandle, stock: str) -> None:
     handle._undo.append(_bind_decoder(handle, loss))
     handle._undo.append(transformers_api.bind_loss(handle.model, loss))
     handle._undo.append(loss.close)
-    chunked = handle.config.loss == "chunked"
-    handle._undo.append(bind_passes(handle.model, loss, keeps_logits=not chunked))
-    if chunked:
+    if handle.config.loss == "chunked":
         handle._undo.append(bind_head(handle.model, loss))
     handle._undo.append(bind_mixers(handle.model))
     handle._calls.first_step.note_forwards()
     handle._undo.append(bind_temperature(handle.model))
     handle._undo.append(bind_mlps(handle.model, handle.config.mlp_tiles))
     handle._undo.append(handle._checkpoints.bind())
-    handle._undo.append(handle._rows.bind())
+    handle._undo.append(handle._rows.bind(handle._calls, LossPasses(handle.model, loss)))
     handle._undo.append(name_own_blocks(handle.model))
     handle._undo.append(refuse_copies(handle.model))
 
@@ -228,7 +227,7 @@ def _bind_decoder(handle: PatchHandle, loss: ShardLoss) -> Callable[[], None]:
     def before_decoder(
         decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return args, handle._calls.arguments(decoder, args, kwargs)
+        return args, handle._calls.arguments(args, kwargs)
 
     def after_decoder(
         decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any

@@ -13,8 +13,8 @@ from longctx_patch.config import LossName
 from longctx_patch.data.whole_rows import WANTED_KEY, HeadScores, RowsPass, Wanted
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.hf.call.gather import all_chosen, all_tokens
-from longctx_patch.hf.call.row import ShardedRow
 from longctx_patch.loss.law import group_value
+from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.layout import Layout
 
 _OUTPUTS = ("loss", "logits", "router_logits", "aux_loss")
@@ -33,11 +33,11 @@ OTHER_OUTPUTS = (
 
 
 def whole_outputs(
-    outputs: Any, rows: RowsPass, shard: Tensor, group: SequenceGroup, config: Any
+    outputs: Any, rows: RowsPass, documents: Documents, group: SequenceGroup, config: Any
 ) -> Any:
     """The outputs of a shard's pass, as those of whole rows. Collective over the group.
 
-    `config` is the model's.
+    `documents` are those of the row, `config` is the model's.
     """
     of_tokens = _OF_TOKENS if rows.wanted in ("log_probs", "top1", "fused", "scores") else ()
     if outputs.get("rope_deltas") is not None:  # transformers 5.17's, for a cache of another pass
@@ -45,7 +45,7 @@ def whole_outputs(
     given = {name: value for name, value in outputs.items() if value is not None}
     if others := [name for name in given if name not in (*_OUTPUTS, *_OF_IMAGES, *of_tokens)]:
         raise ValueError(f"{', '.join(others)} of whole rows: {OTHER_OUTPUTS}")
-    layout = group.layout(ShardedRow.read(shard).documents)
+    layout = group.layout(documents)
     for name in given:
         if name in of_tokens:
             outputs[name] = in_rows(_all_values(given[name], group, layout), rows)[:, :-1]

@@ -14,11 +14,10 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longctx_patch.data import ROWS_KEY, SHARD_KEY, SequenceShardCollator
+from longctx_patch.data import SHARD_KEY, SequenceShardCollator
 from longctx_patch.data.stock_rows import LENGTHS, check_lengths_alone
 from longctx_patch.data.whole_rows import (
     READ,
@@ -30,11 +29,12 @@ from longctx_patch.data.whole_rows import (
 )
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.hf.call import image_rows
-from longctx_patch.hf.call.inputs import option_problem, vocabulary_problem
+from longctx_patch.hf.call.decoder_call import DecoderCalls, ShardedPass
+from longctx_patch.hf.call.inputs import option_problem, tokens_of
 from longctx_patch.hf.call.row import ShardedRow
 from longctx_patch.hf.call.stock_documents import OF_MASKS, check_one_document
 from longctx_patch.hf.layers.checkpointing import GRADIENTS_IN_EVALUATION
-from longctx_patch.hf.loss.lm_head import computes_scores
+from longctx_patch.hf.loss.lm_head import LossPasses, computes_scores
 from longctx_patch.hf.loss.shard_loss import would_have_gradients
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.hf.model.stock_model import input_bias, stock_model
@@ -47,10 +47,8 @@ from longctx_patch.hf.row_outputs import (
     require_known_group,
     whole_outputs,
 )
-from longctx_patch.transport.meeting import Meeting, digest, meet, table
 
 Arguments = dict[str, Any]
-
 
 NO_MASKS: Arguments = {"attention_mask": {}}
 """Else Gemma 3 makes masks of all pairs of tokens, which the decoder would not use."""
@@ -63,10 +61,6 @@ _APART = (
 )
 
 
-class UnknownTokens(ValueError):
-    """Ids that no way to run the model has an embedding for."""
-
-
 class RowPasses:
     """Cuts the batches of one patched model that are whole rows."""
 
@@ -77,6 +71,8 @@ class RowPasses:
         """How our head computes what is asked of TRL's fused head, with fewer matrix products and
         float32 logits; None where it can't, since its gradients are made in forward."""
         self._model, self._group = model, group
+        self._calls: DecoderCalls
+        self._losses: LossPasses
         self._stock = stock_model(model)
         self._is_recurrent = bool(transformers_api.recurrent_modules(model))
         self._of_images = (
@@ -86,35 +82,57 @@ class RowPasses:
             group.config, group_rank=group.group_rank, pad_token_id=0
         )
 
-    def bind(self) -> Callable[[], None]:
+    def bind(self, calls: DecoderCalls, losses: LossPasses) -> Callable[[], None]:
         """Hook the model around all other hooks; return a function that undoes it."""
-        return transformers_api.hook(self._model, self._before, self._after, around=True)
+        self._calls, self._losses = calls, losses
+        return transformers_api.hook(
+            self._model, self._before, self._after, around=True, also_after_errors=True
+        )
 
     def described(self, batch: Mapping[str, Any]) -> Tensor | None:
         """What `longctx_shard` will say of a batch of whole rows that is to come; None where it
         can't be read, which its forward pass says."""
         try:
-            return self._cut(batch, Request("loss"))[SHARD_KEY]
+            return self._cut(batch, Request("loss"))[0][SHARD_KEY]
         except Exception:  # raised here it would end one rank alone; the pass tells all of them
             return None
 
     def _before(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: Arguments
     ) -> tuple[Any, Arguments]:
+        self._losses.end()  # an interrupted pass may have left it open
         given = self._named(args) | kwargs
         require_known_group(
             given.get("num_items_in_batch"), self._group.num_ranks, training=self._model.training
         )
-        if not self._are_shared(given):
-            is_shard = given.get(SHARD_KEY) is not None
-            if not is_shard:
-                self._check_documents(given)
-            return args, kwargs | (NO_MASKS if self._of_images and is_shard else {})
-        shard = self._shard_of(given)
-        if shard is None:
+        are_whole = self._are_shared(given)
+        if not are_whole and given.get(SHARD_KEY) is None:
             self._check_documents(given)
             return args, kwargs
-        return (), shard
+        shard, rows, problem = given, None, None
+        try:
+            if are_whole:
+                shard, rows = self._shard_of(given)
+        except Exception as error:
+            if self._group.num_ranks == 1 and WANTED_KEY not in given:
+                self._check_documents(given)
+                return args, kwargs
+            problem = error
+        found = self._calls.agree(lambda: self._read(shard, rows, problem))
+        self._losses.open(found)
+        masks = NO_MASKS if self._of_images else {}
+        return (), shard | masks | {SHARD_KEY: found}
+
+    def _read(
+        self, shard: Arguments, rows: RowsPass | None, problem: Exception | None
+    ) -> ShardedPass:
+        """This rank's shard, as the ranks compare it; raises what is wrong with it."""
+        if problem is not None:
+            raise problem
+        if rows is None and image_rows.has_images(shard):
+            raise ValueError(image_rows.OF_SHARDS)
+        tokens = tokens_of((), shard).shape[:2] if rows is None else None
+        return self._calls.read(shard, rows, self._losses.loss.num_labels(shard, tokens))
 
     def _check_documents(self, given: Arguments) -> None:
         """Refuse documents that the stock path would not see, or that are said in two ways."""
@@ -135,18 +153,20 @@ class RowPasses:
         return dict(zip(names, args, strict=False))
 
     def _after(self, _: nn.Module, args: tuple[Any, ...], kwargs: Arguments, outputs: Any) -> Any:
-        rows = kwargs.get(ROWS_KEY)
-        if rows is None:
+        found = kwargs.get(SHARD_KEY)
+        accepted = found if isinstance(found, ShardedPass) else None
+        rows = None if accepted is None else accepted.rows
+        outputs = self._losses.close(rows, outputs)
+        if accepted is None or rows is None or outputs is None:
             return outputs
-        return whole_outputs(outputs, rows, kwargs[SHARD_KEY], self._group, self._model.config)
+        documents = accepted.row.documents
+        return whole_outputs(outputs, rows, documents, self._group, self._model.config)
 
     def _are_shared(self, given: Arguments) -> bool:
         """Whether these are whole rows, which the ranks of the group compute together."""
         if given.get(WANTED_KEY) is not None:
             return True
         if given.get(SHARD_KEY) is not None:
-            if image_rows.has_images(given):
-                raise ValueError(image_rows.OF_SHARDS)
             return False
         if cache := transformers_api.cache_given(given):
             self._check_cache(cache)
@@ -159,51 +179,17 @@ class RowPasses:
         learns = self._group.num_ranks > 1 and would_have_gradients(self._model)
         return self.shares_evaluation or learns
 
-    def _shard_of(self, given: Arguments) -> Arguments | None:
-        """This rank's shard of whole rows, None where one rank takes the stock path. Collective:
-        all ranks refuse what one of them refuses."""
-        shard: Arguments = {}
-        problem: ValueError | None = None
-        request: Request | None = None
-        try:
-            self._check(given)
-            request = self._request(given)
-            shard = self._with_images(given, self._cut(given, request))
-        except ValueError as error:
-            problem = error
-        except Exception as error:  # whatever it is, the other ranks must learn of it, not wait
-            problem = ValueError(f"whole rows can't be read: {error!r}")
-        is_unread = problem is not None and not isinstance(problem, UnknownTokens)
-        if self._group.num_ranks == 1 and is_unread and WANTED_KEY not in given:
-            return None
-        grids, pixels = (image_rows.grids(given), image_rows.checksum(given)) if shard else ((), 0)
-        said = digest(repr(request)), digest(repr(grids)), pixels
-        found = meet(self._group.everyone, Meeting.ROWS, said, problem)
-        wanted, seen, looks = zip(*found, strict=True)
-        if len(set(wanted)) > 1:
-            raise ValueError(
-                "the ranks of the group want different outputs of whole rows:\n"
-                f"{table(self._group.everyone, str(request))}\nCall the model alike on all of them."
-            )
-        if len(set(seen)) > 1:
-            raise ValueError(
-                f"the group's ranks have images of different sizes, this one {str(grids)[:80]}: "
-                "feed every rank of the group the same rows."
-            )
-        if len(set(looks)) > 1:
-            raise ValueError(
-                "the group's ranks have images of the same sizes with other pixels: feed every "
-                "rank the same ones. What is drawn at random for an image must not depend on the "
-                "rank or on a worker of its dataloader."
-            )
+    def _shard_of(self, given: Arguments) -> tuple[Arguments, RowsPass]:
+        """The model's arguments for this rank's shard of whole rows."""
+        self._check(given)
+        request = self._request(given)
+        shard, rows = self._with_images(given, *self._cut(given, request))
         others = {name: value for name, value in given.items() if name not in READ | ASKING}
         for name in image_rows.KINDS:  # of which positions, or a mask, have been made
             others.pop(name, None)
-        if self._of_images:
-            others |= NO_MASKS
-        if request is not None and request.wanted == "scores":
+        if request.wanted == "scores":
             del others["fused_lm_head"]
-        return others | {"num_items_in_batch": None, "use_cache": False} | shard
+        return others | {"num_items_in_batch": None, "use_cache": False} | shard, rows
 
     def _request(self, given: Arguments) -> Request:
         request = request_of(given, self._group.config.loss)
@@ -212,7 +198,7 @@ class RowPasses:
         how = self.head_scores()
         return request if how is None else request._replace(wanted="scores", scores=how)
 
-    def _cut(self, given: Mapping[str, Any], request: Request) -> Arguments:
+    def _cut(self, given: Mapping[str, Any], request: Request) -> tuple[Arguments, RowsPass]:
         whole = read_rows(given, self._stock)
         if any(start for start, _ in whole.spans) and (bias := input_bias(self._model)):
             raise ValueError(
@@ -222,27 +208,29 @@ class RowPasses:
             )
         if self._is_recurrent and whole.is_packed and self._model.training:
             warnings.warn(_APART, stacklevel=2)  # once, since the message stays the same
-        self._check_ids(torch.cat([row.ids for row in whole.rows]))
         num_items = number_of(given.get("num_items_in_batch"))
         if num_items == 0 and any(bool((row.next_labels() >= 0).any()) for row in whole.rows):
             raise ValueError("num_items_in_batch=0 with labels: it counts the step's labels.")
-        rows = RowsPass(num_items, whole.spans, whole.length, whole.is_packed, *request)
+        least = min((int(row.ids.min()) for row in whole.rows if len(row.ids)), default=0)
+        rows = RowsPass(num_items, whole.spans, whole.length, whole.is_packed, least, *request)
         shard: Arguments = dict(self._collate.shard(whole.rows))
         if request.wanted == "logits":
             del shard["labels"], shard["shift_labels"]
         described = shard.pop(SHARD_KEY)
         device = given["input_ids"].device
         on_device = {name: value.to(device) for name, value in shard.items()}
-        return on_device | {SHARD_KEY: described, ROWS_KEY: rows}
+        return on_device | {SHARD_KEY: described}, rows
 
-    def _with_images(self, given: Arguments, shard: Arguments) -> Arguments:
+    def _with_images(
+        self, given: Arguments, shard: Arguments, rows: RowsPass
+    ) -> tuple[Arguments, RowsPass]:
         """The same for rows with images: whole ids and positions, which the decoder cuts."""
         if not self._of_images or not image_rows.has_images(given):
-            return shard
+            return shard, rows
         image_rows.check_images(self._model, given)
         length = ShardedRow.read(shard[SHARD_KEY]).documents.num_tokens
-        whole, rows = image_rows.whole_inputs(self._model, given, shard[ROWS_KEY], length)
-        return shard | whole | {ROWS_KEY: rows}
+        whole, rows = image_rows.whole_inputs(self._model, given, rows, length)
+        return shard | whole, rows
 
     def _check_cache(self, name: str) -> None:
         """Refuse a cache in training, on this rank at once: a callback may generate on one rank."""
@@ -251,13 +239,6 @@ class RowPasses:
                 f"{name} in training: a cache holds one rank's keys only. To generate, "
                 "call model.eval() first, and model.train() after it; else leave the cache out."
             )
-
-    def _check_ids(self, ids: Tensor) -> None:
-        """Refuse ids without an embedding. They are on the CPU, where they were read: the device
-        need not be waited for."""
-        least, most = (int(edge) for edge in ids.aminmax()) if len(ids) else (0, 0)
-        if problem := vocabulary_problem(self._model, least, most):
-            raise UnknownTokens(problem)
 
     def _check(self, given: Mapping[str, Any]) -> None:
         """Refuse what outputs of whole rows can't have."""

@@ -7,12 +7,14 @@ says so; then all ranks raise, with its reason. Meetings are control, not data, 
 them out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from hashlib import blake2b
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from longctx_patch.transport.protocol import Transport
+
+Found = TypeVar("Found")
 
 _WIDTH = 16
 
@@ -40,7 +42,6 @@ class Meeting(IntEnum):
     PREFLIGHT = 5
     ATTENTION = 6
     CONFIG = 7
-    ROWS = 8
 
 
 _REFUSALS = (ValueError, SequenceParallelismError)  # the later one is graver
@@ -85,6 +86,19 @@ def meet(
     if any(row[1] for row in rows):
         _raise_together(everyone, [row[1] for row in rows], problem)
     return [row[2 : 2 + len(numbers)] for row in rows]
+
+
+def tried(everyone: Transport, meeting: Meeting, read: Callable[[], Found]) -> Found:
+    """What `read` returns, before a meeting. Where it raises, this rank comes to the meeting and
+    says so: all ranks raise then, as `meet` does."""
+    try:
+        return read()
+    except _REFUSALS as error:
+        problem = error
+    except Exception as error:  # whatever it is, the other ranks must learn of it, not wait
+        problem = ValueError(f"this batch can't be read: {error!r}")
+    meet(everyone, meeting, problem=problem)
+    raise problem
 
 
 def _raise_together(

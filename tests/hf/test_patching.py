@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -206,7 +207,7 @@ def check_refused_on_every_rank(rank: int) -> None:
         (whole | {"labels": whole["labels"] * (1 - rank)}, "must hold shards of the same batch"),
         (whole | {"num_items_in_batch": 5 + rank}, "shards of the same batch"),
         (whole | {"num_valid_tokens": 5}, "num_valid_tokens with whole rows"),
-        (counted | {"seq_lengths": 5 if rank else [[16]] * 2}, "whole rows can't be read"),
+        (counted | {"seq_lengths": 5 if rank else [[16]] * 2}, "this batch can't be read"),
         ({k: v for k, v in good.items() if k != "longctx_shard"}, "whose longctx_shard is missing"),
         (good | {"num_items_in_batch": 30}, "Trainer counts and scales it"),
         (good | {"output_attentions": True}, "output_attentions=True with a sharded"),
@@ -266,7 +267,9 @@ def check_ranks_that_differ(rank: int) -> None:
     with torch.no_grad(), pytest.raises(ValueError, match="longctx_shard is missing"):
         model(input_ids=good["input_ids"], position_ids=good["position_ids"])
     model.train(rank == 0)
-    with pytest.raises(ValueError, match=r"in (training|evaluation) mode here and not on rank"):
+    with pytest.raises(ValueError, match=r"gradients in evaluation mode: .*Call model\.train"):
+        model(**good)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"(?s)rank 0.* training,.* evaluating,"):
         model(**good)
     model.train()
     model(**good).loss.backward()  # still works
@@ -294,7 +297,35 @@ def check_two_models(rank: int) -> None:
     assert (ring.counters.messages, ulysses.counters.messages) == (6, 8)
 
 
+def check_one_meeting(rank: int) -> None:
+    """All that ranks compare of a forward they compare at once, since each meeting waits for the
+    slowest of them; what one rank can't even read ends no rank alone."""
+    model, handle, shard = of_two_ranks()
+    ids = torch.tensor([row["input_ids"] for row in token_rows(16)])
+    rows = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    packed = {"input_ids": ids, "labels": ids.clone()}
+    packed["labels"][:, 7] = -100
+    packed["position_ids"] = torch.cat([torch.arange(7), torch.arange(9)]).expand(2, -1)
+    unlabelled = {key: value for key, value in shard.items() if "labels" not in key}
+    model(**rows).loss.backward()  # the first step has more: before each layer
+    with pytest.MonkeyPatch.context() as patched:
+        meet = Mock(side_effect=handle.group.everyone.all_gather_numbers)
+        patched.setattr(handle.group.everyone, "all_gather_numbers", meet)
+        for batch in (rows, packed, rows | {"num_items_in_batch": 60}, shard, unlabelled):
+            model(**batch)
+        assert meet.call_count == 5
+        model.eval()
+        with torch.no_grad(), handle.sharing_evaluation():
+            model(**rows)
+            handle.token_log_probs(rows)
+            model(**shard)
+        assert meet.call_count == 8
+    with torch.no_grad(), pytest.raises(ValueError, match="this batch can't be read: AttributeErr"):
+        model(**shard | ({"longctx_shard": "a shard"} if rank else {}))
+
+
 CHECKS = (
+    check_one_meeting,
     check_refused_on_every_rank,
     check_shards_of_another_place,
     check_ranks_that_differ,

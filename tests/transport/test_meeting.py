@@ -113,7 +113,7 @@ def wait_in_vain(rank: int) -> list[str]:
     notes = []
     if rank == 0:
         with pytest.raises(RuntimeError, match=r"(?i)timed out") as caught:
-            meet(everyone, Meeting.ROWS)
+            meet(everyone, Meeting.BATCH)
         notes = caught.value.__notes__
     dist.barrier()
     return notes
@@ -126,5 +126,5 @@ def meet_and_wait(rank: int) -> list[str]:
 
 def test_processes_meet_and_one_that_waits_in_vain_is_told_what_for() -> None:
     (note,), nothing = run_distributed(meet_and_wait, 2)
-    assert re.search(r"share a row meet \(ROWS\).* call model.eval\(\) before it", note)
+    assert re.search(r"share a row meet \(BATCH\).* call model.eval\(\) before it", note)
     assert nothing == []

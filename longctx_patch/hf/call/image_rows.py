@@ -140,7 +140,8 @@ def whole_inputs(
     """
     ids = given["input_ids"]
     padded: Arguments = {"input_ids": _moved(ids, rows, length)}
-    rows = rows._replace(has_images=True)
+    images = f"images {grids(given)}, checksum {checksum(given):016x}"
+    rows = rows._replace(images=images)
     if (kinds := kinds_of(model)) and sees_both_ways(model):
         spans = spans_of(given[kinds], rows)
         in_windows = model.config.model_type == "gemma4"

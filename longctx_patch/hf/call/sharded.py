@@ -242,8 +242,3 @@ def with_whole_router_logits(outputs: Any, call: ShardedCall) -> Any:
             call.real_lengths,
         )
     return outputs
-
-
-def key_of(shard: Tensor) -> bytes:
-    """Equal for batches of equal rows, on any device."""
-    return shard.cpu().numpy().tobytes()

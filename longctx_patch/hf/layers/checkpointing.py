@@ -191,20 +191,19 @@ class LayerCheckpoints:
             return lambda: None
         return transformers_api.checkpoint_layers(self._model, self._run)
 
-    def propose(self, decoder: nn.Module, tokens: Tensor, row_length: int) -> int:
+    def propose(self, decoder: nn.Module, num_tokens: int, device: torch.device) -> int:
         """What `AutoPolicy.propose` says on this rank of the pass that begins; 0 without `auto`.
 
-        `tokens` are this rank's, of rows that have `row_length` tokens over all ranks: the number
-        of tokens must be the same on every rank, so it is computed from `row_length`.
+        `num_tokens` are those of all ranks, the same on each.
         """
         self._pass = None  # a pass whose forward was interrupted holds nothing any more
         self._is_evaluation = not decoder.training
         if not self._trains(decoder):
             return 0
-        self._num_tokens = tokens.shape[0] * row_length
+        self._num_tokens = num_tokens
         if not self._counts(decoder):
             return 0
-        auto = self._auto_on(tokens.device)
+        auto = self._auto_on(device)
         return auto.propose(self._num_tokens) if auto else 0
 
     def begin(self, decoder: nn.Module, agreed: int) -> None:

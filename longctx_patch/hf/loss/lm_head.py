@@ -13,71 +13,70 @@ train it by LoRA), runs as it is: the loss then comes from full logits, and is a
 `loss="chunked"` these logits are still dropped from the outputs.
 """
 
-import inspect
 from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longctx_patch.data import ROWS_KEY, SHARD_KEY
 from longctx_patch.data.whole_rows import RowsPass
 from longctx_patch.families.facts import text_config
 from longctx_patch.families.family import LogitsRule
 from longctx_patch.families.supported import FAMILIES
+from longctx_patch.hf.call.decoder_call import ShardedPass
 from longctx_patch.hf.call.gather import chosen_tokens
-from longctx_patch.hf.call.row import ShardedRow
 from longctx_patch.hf.loss.shard_loss import LossPass, ShardLoss
 from longctx_patch.hf.loss.token_head import (
     StandIn,
     TokenFields,
     begin_chosen,
 )
-from longctx_patch.hf.model import transformers_api
 from longctx_patch.loss.law import IGNORE_INDEX
 from longctx_patch.loss.linear_cross_entropy import linear_cross_entropy, linear_scores
 
 
-def bind_passes(
-    model: PreTrainedModel, loss: ShardLoss, *, keeps_logits: bool
-) -> Callable[[], None]:
-    """Open `loss` around every sharded pass with labels; return a function that undoes it.
+class LossPasses:
+    """Opens the loss of a model around each sharded pass with labels, so that its head computes it.
 
     In a pass of whole rows that wants something else than a loss, the head computes that.
-    `keeps_logits`: whether a pass with labels returns its logits.
     """
-    signature = inspect.signature(model.forward)
-    stand_in = StandIn(model)
 
-    def close() -> LossPass | None:
-        current = loss.current
-        loss.close()
-        stand_in.end()
+    def __init__(self, model: PreTrainedModel, loss: ShardLoss) -> None:
+        self.loss = loss
+        self._model, self._stand_in = model, StandIn(model)
+        self._keeps_logits = loss.group.config.loss == "logits"
+        """Whether a pass with labels returns its logits."""
+
+    def end(self) -> LossPass | None:
+        """Close what is open, perhaps of an interrupted pass."""
+        current = self.loss.current
+        self.loss.close()
+        self._stand_in.end()
         return current
 
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        close()  # an interrupted pass may have left it open
-        if kwargs.get(SHARD_KEY) is None:
-            return
-        rows: RowsPass | None = kwargs.get(ROWS_KEY)
-        given = signature.bind_partial(*args, **kwargs).arguments | kwargs
+    def open(self, found: ShardedPass) -> None:
+        """Begin a pass that all ranks have accepted."""
+        rows = found.rows
         wanted = "loss" if rows is None else rows.wanted
         of_labels = wanted in ("log_probs", "top1")
-        _open(loss, given, looks_up=of_labels or not keeps_logits)
-        if loss.current is not None and rows is not None and wanted == "scores":
-            loss.current.wants, loss.current.how = wanted, rows.scores
-        if loss.current is not None and of_labels:
-            loss.current.wants, loss.current.with_top1 = "log_probs", wanted == "top1"
-            _begin_log_probs(stand_in, loss.current, model, loss.num_words)
+        self.loss.current = current = _with_labels(found)
+        if current is not None and (of_labels or not self._keeps_logits):
+            current.look_up()
+        if current is not None and rows is not None and wanted == "scores":
+            current.wants, current.how = wanted, rows.scores
+        if current is not None and of_labels:
+            current.wants, current.with_top1 = "log_probs", wanted == "top1"
+            _begin_log_probs(self._stand_in, current, self._model, self.loss.num_words)
         if rows is not None and rows.columns is not None:
-            layout = loss.group.layout(ShardedRow.read(kwargs[SHARD_KEY]).documents)
-            begin_chosen(stand_in, chosen_tokens(rows, layout)[loss.group.group_rank])
+            group = self.loss.group
+            chosen = chosen_tokens(rows, group.layout(found.row.documents))
+            begin_chosen(self._stand_in, chosen[group.group_rank])
 
-    def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
-        current, rows = close(), kwargs.get(ROWS_KEY)
-        if current is None or outputs is None:  # None: the forward has failed
+    def close(self, rows: RowsPass | None, outputs: Any) -> Any:
+        """What the model returns in place of its outputs; None if its forward has failed."""
+        current = self.end()
+        if current is None or outputs is None:
             return outputs
         if rows is not None and rows.wanted == "fused":  # TRL's own forward, over the shard
             return outputs
@@ -88,9 +87,13 @@ def bind_passes(
         if current.scores is not None:
             current.scores.aux_loss = outputs.get("aux_loss")
             return current.scores
-        return outputs if keeps_logits else _without(current.logits, outputs)
+        return outputs if self._keeps_logits else _without(current.logits, outputs)
 
-    return transformers_api.hook(model, before, after, also_after_errors=True)
+
+def _with_labels(found: ShardedPass) -> LossPass | None:
+    if found.num_labels is None or found.shift_labels is None:
+        return None
+    return LossPass(found.shift_labels, found.num_labels, found.group_labels)
 
 
 _LOSS_WAS_REPLACED = (
@@ -117,22 +120,6 @@ def _begin_log_probs(
         )
 
     stand_in.begin(forward)
-
-
-def _open(loss: ShardLoss, given: Mapping[str, Any], *, looks_up: bool) -> None:
-    """Open the loss of a sharded pass with these arguments, if it has labels.
-
-    `looks_up`: also look up which tokens have labels.
-    """
-    labels, shift_labels = given.get("labels"), given.get("shift_labels")
-    # In training, shift_labels without labels are a mistake, which is refused on all ranks.
-    if labels is None and (shift_labels is None or not loss.is_training):
-        return
-    tokens, kept = _token_shape(given), given.get("logits_to_keep", 0)
-    loss.current = current = loss.accepted(labels, shift_labels, tokens, kept)
-    if looks_up and current.num_labels < current.shift_labels.numel():
-        # Looked up here, where the host has waited for the device anyway, not within the pass.
-        current.rows = (current.shift_labels != IGNORE_INDEX).flatten().nonzero()[:, 0]
 
 
 def bind_head(model: PreTrainedModel, loss: ShardLoss) -> Callable[[], None]:
@@ -191,17 +178,6 @@ def _possible_heads(model: PreTrainedModel) -> list[nn.Module]:
     if not isinstance(copies := getattr(head, "modules_to_save", None), nn.ModuleDict):
         return [head]
     return [head.original_module, *copies.values()]
-
-
-def _token_shape(given: Mapping[str, Any]) -> torch.Size | None:
-    """`[B, L]` of this rank's tokens in a forward pass; None where only the decoder cuts them."""
-    rows = given.get(ROWS_KEY)
-    if rows is not None and rows.has_images:
-        return None
-    if isinstance(given.get("input_ids"), Tensor):
-        return given["input_ids"].shape
-    embeds = given.get("inputs_embeds")
-    return embeds.shape[:2] if isinstance(embeds, Tensor) else None
 
 
 def _has_hooks_on_logits(model: PreTrainedModel) -> bool:

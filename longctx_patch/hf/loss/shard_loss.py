@@ -1,7 +1,7 @@
 """The loss of a patched model: the loss law for shards, the stock loss for everything else."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from longctx_patch.data import ROWS_KEY, SHARD_KEY
+from longctx_patch.data import SHARD_KEY
 from longctx_patch.data.whole_rows import HeadScores, RowsPass
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.families.facts import text_config
@@ -20,7 +20,7 @@ from longctx_patch.hf.model.transformers_api import router_weight
 from longctx_patch.loss.law import IGNORE_INDEX, replica_scale, scale_of, sum_of_token_losses
 from longctx_patch.loss.token_log_probs import label_scores
 from longctx_patch.transport import VirtualTransport
-from longctx_patch.transport.meeting import Meeting, meet
+from longctx_patch.transport.meeting import Meeting, meet, tried
 
 
 @dataclass
@@ -68,6 +68,11 @@ class LossPass:
             return hidden, labels
         rows = self.rows.to(hidden.device)
         return hidden.index_select(0, rows), labels[rows]
+
+    def look_up(self) -> None:
+        """Look up which tokens have a loss, where the host has waited for the device anyway."""
+        if self.num_labels < self.shift_labels.numel():
+            self.rows = (self.shift_labels != IGNORE_INDEX).flatten().nonzero()[:, 0]
 
     def placed(self, values: Tensor) -> Tensor:
         """`[B, L]` of what these tokens have, 0 for the others."""
@@ -124,8 +129,8 @@ class ShardLoss:
     def __call__(
         self, logits: Tensor, labels: Tensor, vocab_size: int | None = None, **kwargs: Any
     ) -> Tensor:
-        if kwargs.pop(SHARD_KEY, None) is not None:
-            return self._of_shard(logits, labels, replica=kwargs.pop(ROWS_KEY, None), **kwargs)
+        if (found := kwargs.pop(SHARD_KEY, None)) is not None:
+            return self._of_shard(logits, labels, replica=getattr(found, "rows", None), **kwargs)
         loss: Tensor = self._stock(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
         return loss
 
@@ -141,8 +146,7 @@ class ShardLoss:
     ) -> Tensor:
         """The loss law; options that would change a stock loss were refused with the decoder's
         inputs. `num_valid_tokens` counts the whole step over all processes."""
-        # No pass is open where the model's forward was called without its hooks.
-        current = self.current or self.accepted(labels, shift_labels)
+        current = self.current or self._past_hooks(labels, shift_labels)
         current.logits = logits
         if current.wants != "loss":
             return _sum_of_log_probs(current, logits)
@@ -166,41 +170,40 @@ class ShardLoss:
             _check_logits_unchanged(current.token_sum, logits)
         return scale.loss(current.token_sum)
 
-    def accepted(
-        self,
-        labels: Any,
-        shift_labels: Any,
-        tokens: torch.Size | None = None,
-        logits_to_keep: Any = 0,
-    ) -> LossPass:
-        """A pass over a shard with labels; collective over the group.
+    def num_labels(self, given: Mapping[str, Any], tokens: torch.Size | None = None) -> int | None:
+        """This rank's tokens that have a loss, in a sharded pass with these arguments; None where
+        it has no labels.
 
-        Raises on every rank if one has impossible labels, before anything is computed. `tokens`:
-        the shape `[B, L]` of what the labels are for, where it is known.
+        `tokens`: the shape `[B, L]` of what the labels are for, where it is known.
+
+        Raises ValueError for impossible labels, and for a loss that can't have gradients.
         """
-        problem = self._replaced() or _shape_problem(labels, shift_labels, tokens)
-        num_labels = 0
-        if problem is None:
-            num_labels, problem = _read_labels(labels, shift_labels, self.num_words)
-        if not isinstance(logits_to_keep, int) or logits_to_keep:
-            problem = problem or (
-                f"logits_to_keep={short(logits_to_keep)} with labels of a sharded batch: the loss "
-                "is over all tokens of the shard. Leave it out, or leave out labels."
+        labels: Any = given.get("labels")
+        shift_labels: Any = given.get("shift_labels")
+        # In training, shift_labels without labels are a mistake.
+        if labels is None and (shift_labels is None or not self.is_training):
+            return None
+        problem = self._replaced()
+        kept = given.get("logits_to_keep", 0)
+        if problem is None and (not isinstance(kept, int) or kept):
+            problem = (
+                f"logits_to_keep={short(kept)} with labels of a sharded batch: the loss is over "
+                "all tokens of the shard. Leave it out, or leave out labels."
             )
-        training = self.is_training
-        learns = not training and would_have_gradients(self._model)
-        wrong = None if problem is None else ValueError(problem)
-        mine = (num_labels, int(training), int(learns))
-        everyone = meet(self._group.everyone, Meeting.LABELS, mine, wrong)
-        others = [rank for rank, row in enumerate(everyone) if row[1] != training]
-        if others:
-            raise ValueError(
-                f"the model is in {'training' if training else 'evaluation'} mode here and not on "
-                f"rank(s) {others} of the group: call model.train() or model.eval() on all."
-            )
-        if any(row[2] for row in everyone):
-            raise ValueError(GRADIENTS_IN_EVALUATION)
-        return LossPass(shift_labels, num_labels, sum(row[0] for row in everyone))
+        if not self.is_training and would_have_gradients(self._model):
+            problem = problem or GRADIENTS_IN_EVALUATION
+        if problem is not None:
+            raise ValueError(problem)
+        _check_shapes(labels, shift_labels, tokens)
+        return _count_labels(labels, shift_labels, self.num_words)
+
+    def _past_hooks(self, labels: Any, shift_labels: Any) -> LossPass:
+        """The pass where the model's forward was called without its hooks. Collective: the ranks
+        have not counted labels yet."""
+        everyone, given = self._group.everyone, {"labels": labels, "shift_labels": shift_labels}
+        mine = tried(everyone, Meeting.LABELS, lambda: self.num_labels(given)) or 0
+        told = meet(everyone, Meeting.LABELS, (mine,))
+        return LossPass(shift_labels, mine, sum(count for (count,) in told))
 
     def _replaced(self) -> str | None:
         """What is wrong with a loss function that the model got after `patch`."""
@@ -294,45 +297,44 @@ _LABELS_DIFFER = (
 )
 
 
-def _shape_problem(labels: Any, shift_labels: Any, tokens: torch.Size | None) -> str | None:
+def _check_shapes(labels: Any, shift_labels: Any, tokens: torch.Size | None) -> None:
     if shift_labels is None:
-        return (
+        raise ValueError(
             "this batch is a shard but has no shift_labels: labels must be shifted over the whole "
             "sequence before it is cut. Pass the batch of SequenceShardCollator unchanged."
         )
     if labels is None:
-        return (
+        raise ValueError(
             "this training batch has shift_labels but no labels: transformers would compute no "
             "loss. Pass the batch of SequenceShardCollator unchanged, or without both."
         )
     if not isinstance(labels, Tensor) or not isinstance(shift_labels, Tensor):
-        return (
+        raise ValueError(
             f"labels are a {type(labels).__name__} and shift_labels a "
             f"{type(shift_labels).__name__}: both are tensors. Pass the batch of "
             "SequenceShardCollator unchanged."
         )
     if labels.shape != shift_labels.shape:
-        return _LABELS_DIFFER
+        raise ValueError(_LABELS_DIFFER)
     if tokens is not None and labels.shape != tokens:
-        return (
+        raise ValueError(
             f"labels {list(labels.shape)} for tokens {list(tokens)}: each token of the shard has "
             "one label. Pass the batch of SequenceShardCollator unchanged."
         )
-    return None
 
 
-def _read_labels(labels: Tensor, shift_labels: Tensor, num_words: int) -> tuple[int, str | None]:
-    """(number of tokens that have a loss, what is wrong in words)."""
+def _count_labels(labels: Tensor, shift_labels: Tensor, num_words: int) -> int:
+    """The number of tokens that have a loss. Raises ValueError for labels that are no words."""
     counts = shift_labels != IGNORE_INDEX
     is_wrong = counts & ((shift_labels < 0) | (shift_labels >= num_words))
     facts = torch.stack([counts.sum(), is_wrong.sum(), (labels != shift_labels).sum()])
     num_labels, num_wrong, num_differ = facts.tolist()  # waits for the device once
     if num_differ:
-        return 0, _LABELS_DIFFER
+        raise ValueError(_LABELS_DIFFER)
     if num_wrong:
-        return 0, (
+        raise ValueError(
             f"label {int(shift_labels[is_wrong][0])}: labels are from 0 to {num_words - 1}, or "
             f"{IGNORE_INDEX} for tokens without loss. Check the tokenizer against the model's "
             "vocab_size."
         )
-    return num_labels, None
+    return num_labels
