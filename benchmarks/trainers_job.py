@@ -127,9 +127,10 @@ def tokenizer(vocabulary: int) -> Any:
     from tokenizers.pre_tokenizers import WhitespaceSplit
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(WordLevel(_WORDS_OF_ENDS | {f"t{n}": n for n in range(2, vocabulary)}))
-    words.pre_tokenizer = WhitespaceSplit()
     pad, eos = _WORDS_OF_ENDS
+    known = _WORDS_OF_ENDS | {f"t{n}": n for n in range(2, vocabulary)}
+    words = Tokenizer(WordLevel(known, unk_token=pad))  # a long text is read by windows of it
+    words.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token=pad, eos_token=eos)
 
 
