@@ -1,4 +1,4 @@
-"""What `longctx patch` decides. `decide` checks all and writes nothing.
+"""Decides for `longctx patch`: `decide` checks all and writes nothing.
 
 `run_folder.py` writes the files that say so.
 """

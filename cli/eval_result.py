@@ -1,4 +1,4 @@
-"""What `longctx eval` found, as a table and as a picture."""
+"""Shows what `longctx eval` found, as a table and as a picture."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ STOPS = ("#440154", "#3b528b", "#21918c", "#5ec962", "#fde725")
 
 
 class Result(NamedTuple):
-    """What scores.json holds of one model."""
+    """Holds what scores.json has of one model."""
 
     notes: tuple[str, ...]
     """What a reader has to know of the model: that lengths are beyond its reach, say."""

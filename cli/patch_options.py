@@ -1,4 +1,4 @@
-"""What `longctx patch` is asked for."""
+"""Reads what `longctx patch` is asked for."""
 
 # ruff: noqa: RUF009  # option() returns a dataclasses.field, which ruff cannot see
 import re

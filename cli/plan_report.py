@@ -1,4 +1,4 @@
-"""What `longctx plan` prints: a table, or JSON."""
+"""Writes what `longctx plan` prints: a table, or JSON."""
 
 from collections.abc import Sequence
 from typing import Any

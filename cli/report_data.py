@@ -1,4 +1,4 @@
-"""What a run folder holds, read for the page of `longctx report`."""
+"""Reads what a run folder holds, for the page of `longctx report`."""
 
 import json
 import math

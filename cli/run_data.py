@@ -1,4 +1,4 @@
-"""What a run trains on, in figures and in rows, whichever recipe it is for, and the report."""
+"""Reads what a run trains on, in figures and rows, whichever recipe it is for, and the report."""
 
 import shlex
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ Facts = list[tuple[str, str, str]]
 
 
 class SeenData(NamedTuple):
-    """What the model of a run will see."""
+    """Holds what the model of a run will see."""
 
     recipe: str
     kind: str

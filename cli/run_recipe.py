@@ -1,4 +1,4 @@
-"""Which recipe a run folder is for, by what its data holds, and that recipe's settings."""
+"""Chooses the recipe of a run folder by what its data holds, and that recipe's settings."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ NUM_CHECKED = 20
 
 
 class Task(NamedTuple):
-    """What a run learns from what."""
+    """Says what a run learns from what."""
 
     recipe: RecipeName
     assistant_only: bool

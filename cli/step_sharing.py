@@ -1,5 +1,5 @@
-"""How the GPUs of a run folder share the rows of a step: as asked, or as is predicted fastest; and
-what of memory and time is predicted, where --gpus names a kind."""
+"""Decides how the GPUs of a run folder share the rows of a step: as asked, or as is predicted
+fastest; and predicts memory and time, where --gpus names a kind."""
 
 import dataclasses
 from collections import Counter

@@ -28,7 +28,7 @@ COLUMNS = ("plan", "ulysses", "ring", "layout", "loss", "logits", "worst grad", 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What is verified: a model's config and, for a run folder, how the run cuts its rows."""
+    """Holds what is verified: a model's config and, for a run folder, how the run cuts its rows."""
 
     model_config: Any
     run: LongContextConfig | None = None

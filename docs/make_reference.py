@@ -37,9 +37,9 @@ FAMILIES = """# Model families
 
 A family is supported when its mixing of tokens goes through transformers' attention registry, or
 through recurrences and short convolutions that run over chains
-([recurrent layers](../explanation/recurrent-layers.md)), and the tests have compared it with its
-own stock eager attention: the loss and every gradient, on 1 to 4 ranks, with its windows, softcap,
-sinks, experts and recurrent layers. `longctx families` prints these tables, also as JSON. The
+([recurrent layers](../explanation/recurrent-layers.md)), and the tests have compared it with the
+unpatched model: the loss and every gradient, on 1 to 4 ranks, with its windows, softcap, sinks,
+experts and recurrent layers. `longctx families` prints these tables, also as JSON. The
 load-balancing loss of experts is that of all tokens of a batch, without padding; over the batches
 and replicas of a step it is their mean by tokens.
 
@@ -50,8 +50,8 @@ and replicas of a step it is their mean by tokens.
 - Read in bfloat16, DeepSeek-V3 and families with its router keep the router's weights in float32
   from transformers 5.24 on, and FSDP2 refuses layers whose trained weights differ in dtype. Train
   all their weights in float32 (the recipes' own choice), or a LoRA adapter.
-- Layers of Zamba 2 share weights, which torch refuses to shard layer by layer (FSDP2): train it
-  under DDP.
+- Layers of Zamba 2 that share weights are sharded together with the rest of the model under FSDP2,
+  the others one by one.
 - Phi-3.5-MoE draws experts at random in training, on ranks others than in one process. It is exact
   with `router_jitter_noise=0.0`, which the refusal of its published config asks for: then the two
   best experts are taken, each with a weight of 1 as in the published model where no other is within

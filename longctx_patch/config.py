@@ -1,4 +1,4 @@
-"""What a user decides about sequence parallelism, checked in one place.
+"""Checks, in one place, what a user decides about sequence parallelism.
 
 Everything else (command line, YAML, recipes) only fills this dataclass.
 """
@@ -33,7 +33,7 @@ KvExchange = Literal["auto", "heads", "latent"]
 
 @dataclass(frozen=True, kw_only=True)
 class LongContextConfig:
-    """How a sequence is cut over a group of ranks and how attention crosses the cuts."""
+    """Says how a sequence is cut over a group of ranks, and how attention crosses the cuts."""
 
     ulysses_degree: int = 1
     """Number of ranks that exchange heads for tokens (DeepSpeed-Ulysses). They are consecutive, and

@@ -1,5 +1,5 @@
-"""What runs beside a recipe's trainer: metrics.jsonl, the stages of its start, and when it saves
-for which run."""
+"""Runs beside a recipe's trainer: metrics.jsonl, the stages of its start, and when it saves for
+which run."""
 
 import time
 from collections.abc import Mapping

@@ -72,7 +72,7 @@ from longctx_patch.recipes.text_trainer import Prepared, StepCallback, TextTrain
 
 
 class Inputs(NamedTuple):
-    """What a run is made of, without its model."""
+    """Holds what a run is made of, without its model."""
 
     settings: Settings
     config: Any

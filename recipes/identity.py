@@ -1,4 +1,4 @@
-"""What makes a run one run: a resumed one must have the same, or say what it changes.
+"""Compares what makes a run one run: a resumed one must have the same, or say what it changes.
 
 A run that has ended and is started again is the same, a longer one, or another one, which is
 refused: its numbers would be believed to be those in the output.

@@ -1,4 +1,4 @@
-"""What to say when a run is out of memory: what was predicted, what was used, what to change."""
+"""Says, when a run is out of memory, what was predicted, what was used, and what to change."""
 
 import re
 from collections.abc import Iterator

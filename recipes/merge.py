@@ -37,7 +37,7 @@ BASE_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
 
 @dataclass(frozen=True, kw_only=True)
 class Merged:
-    """What was written."""
+    """Holds what was written."""
 
     folder: Path
     base: str

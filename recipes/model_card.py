@@ -77,7 +77,7 @@ WHOLE = """\
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Card:
-    """What a model card says of a run; data are named, never quoted."""
+    """Holds what a model card says of a run; data are named, never quoted."""
 
     base: str
     """Hub name, folder, or config.json of random weights."""

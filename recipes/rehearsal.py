@@ -1,4 +1,4 @@
-"""Whether a step fits, found out before the first one."""
+"""Finds out before the first step whether a step fits."""
 
 from collections.abc import Callable
 from typing import Any

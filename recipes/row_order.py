@@ -1,5 +1,5 @@
-"""Which rows each step takes: it follows from the step's number alone, so that a run can resume at
-any step."""
+"""Says which rows each step takes: it follows from the step's number alone, so that a run can
+resume at any step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ def evenly(num_rows: int, most: int) -> list[int]:
 
 @dataclass(kw_only=True)
 class RowOrder:
-    """Which rows each replica takes in each forward: shuffled anew in every pass over the data.
+    """Says which rows each replica takes in each forward: shuffled in every pass over the data.
 
     A step takes the next `replicas * batch_size * accumulation` rows of one endless sequence, so
     two worlds with the same product train on the same rows in every step.

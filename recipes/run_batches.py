@@ -1,4 +1,4 @@
-"""What each process of the text recipe trains on in each step: rows, their order, its shards."""
+"""Makes what each process of the text recipe trains on in each step: rows, order, its shards."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -17,7 +17,7 @@ from longctx_patch.recipes.text_sources import evaluation_rows, rows_of_run
 
 
 class Stage(NamedTuple):
-    """What this process trains on in the steps whose rows are equally long."""
+    """Holds what this process trains on in the steps whose rows are equally long."""
 
     of: LengthStage
     rows: TextRows
@@ -32,7 +32,7 @@ class Stage(NamedTuple):
 
 
 class Data(NamedTuple):
-    """What this process trains on."""
+    """Holds what this process trains on."""
 
     stages: tuple[Stage, ...]
     """One after the other; most runs have one."""

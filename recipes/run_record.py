@@ -1,4 +1,4 @@
-"""What an output says of its run: the settings as they were used, and the error that ended it."""
+"""Records a run in its output: the settings as they were used, and the error that ended it."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What a start is busy with until its first step, and how long each part took."""
+"""Times what a start is busy with until its first step."""
 
 import json
 import os

@@ -44,7 +44,7 @@ REPEATED = (
 
 
 class Share(NamedTuple):
-    """What a source, or a kind of documents, has of the tokens of a run."""
+    """Says what a source, or a kind of documents, has of the tokens of a run."""
 
     source: str
     num_tokens: int

@@ -1,5 +1,5 @@
-"""From a run's sources of text to its rows: each once, or as often as shares of sources, or of long
-and short documents, ask."""
+"""Makes a run's rows of its sources of text: each once, or as often as shares of sources, or of
+long and short documents, ask."""
 
 import hashlib
 import os

@@ -33,7 +33,7 @@ Batches = list[dict[str, torch.Tensor]]
 
 
 class Prepared(NamedTuple):
-    """What is trained, as Accelerate has wrapped it for this world."""
+    """Holds what is trained, as Accelerate has wrapped it for this world."""
 
     model: Any
     optimizer: Any

@@ -1,4 +1,4 @@
-"""What a run over one of TRL's trainers trains and evaluates on."""
+"""Makes what a run over one of TRL's trainers trains and evaluates on."""
 
 import os
 import warnings

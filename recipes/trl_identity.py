@@ -1,4 +1,4 @@
-"""What makes a run over TRL one run: our settings, the trainer's own, and its rows."""
+"""Compares what makes a run over TRL one run: our settings, the trainer's own, and its rows."""
 
 import dataclasses
 import hashlib

@@ -1,5 +1,5 @@
-"""Whether the longest rows of a run over TRL fit, found out before its first step, and what to say
-where they don't."""
+"""Finds out before the first step whether the longest rows of a run over TRL fit, and says what to
+do where they don't."""
 
 import dataclasses
 from contextlib import AbstractContextManager

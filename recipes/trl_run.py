@@ -67,7 +67,7 @@ RECORDED = (
 
 @dataclass(frozen=True)
 class Method:
-    """What is learned."""
+    """Says what is learned."""
 
     name: str
     """As the module and its settings file are called."""
@@ -78,7 +78,7 @@ class Method:
 
 
 class Inputs(NamedTuple):
-    """What a run is made of, without its model."""
+    """Holds what a run is made of, without its model."""
 
     settings: TrlSettings
     config: Any

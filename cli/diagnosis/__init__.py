@@ -1,1 +1,1 @@
-"""Whether a machine, or the processes of a launcher, can train, and what mends what is missing."""
+"""Checks whether a machine, or the processes of a launcher, can train, and says what mends it."""

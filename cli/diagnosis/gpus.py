@@ -1,4 +1,4 @@
-"""What the driver and torch know of GPUs and the links between them, and whether they can train."""
+"""Checks what the driver and torch know of GPUs and their links, and whether they can train."""
 
 import os
 import re
@@ -36,7 +36,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Gpus:
-    """What the machine, the driver and torch know of GPUs."""
+    """Holds what the machine, the driver and torch know of GPUs."""
 
     seen: tuple[Gpu, ...] = ()
     """The GPUs that torch can use."""

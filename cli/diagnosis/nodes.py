@@ -32,7 +32,7 @@ _SHARE_OF_LIMIT = 0.9
 
 @dataclass(frozen=True)
 class Place:
-    """What the launcher told this process."""
+    """Holds what the launcher told this process."""
 
     rank: int
     num_ranks: int
@@ -50,7 +50,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Member:
-    """What a rank tells all others."""
+    """Holds what a rank tells all others."""
 
     place: Place
     checks: tuple[Check, ...]

@@ -1,4 +1,4 @@
-"""What one check found; and the packages, against what this package's own metadata asks for."""
+"""Holds what one check found; and checks packages against this package's own metadata."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Installed:
-    """What is asked for, and what is there."""
+    """Holds what is asked for, and what is there."""
 
     wanted: tuple[str, ...]
     """Requirements as in the metadata, those of extras with their marker."""

@@ -1,4 +1,4 @@
-"""How fast each GPU computes and copies, and each link between two: the slow ones by name."""
+"""Measures how fast GPUs compute and copy, and links between them, and names the slow ones."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ _MOST_LINKS = 6
 
 @dataclass(frozen=True)
 class Speeds:
-    """What was measured; NaN where a GPU has no memory left for it."""
+    """Holds what was measured; NaN where a GPU has no memory left for it."""
 
     products: Sequence[float]
     """FLOP/s of each GPU, of bfloat16 matrix products."""

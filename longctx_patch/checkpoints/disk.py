@@ -1,4 +1,4 @@
-"""What is said where a disk takes no more: what was not written, what is whole, how to go on.
+"""Says what to do where a disk takes no more: what was not written, what is whole, how to go on.
 Libraries raise errors of other types and words for it."""
 
 import errno
@@ -34,7 +34,7 @@ class SavingError(RuntimeError):
 
 
 class Refusal(NamedTuple):
-    """What a disk did not take."""
+    """Says what a disk did not take."""
 
     rank: int
     number: int

@@ -41,7 +41,7 @@ UNPICKLED = {".bin", ".distcp", ".metadata", ".pickle", ".pkl", ".pt", ".pth"}
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What the manifest says of a file."""
+    """Holds what the manifest says of a file."""
 
     bytes: int
     sha256: str

@@ -32,7 +32,7 @@ def resume_name(given: object) -> ResumeName:
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """Where a run writes, and how it is asked to begin there."""
+    """Says where a run writes, and how it is asked to begin there."""
 
     folder: Path
     checkpoints: Series

@@ -1,6 +1,6 @@
-"""What a checkpoint has of a training: weights and states by name, taken from a model and its
-optimizer and loaded back, in torch's distributed format. `series` has checked a folder before:
-nothing here looks for damage."""
+"""Takes weights and optimizer states by name from a model and its optimizer, and loads them back,
+in torch's distributed format. `series` has checked a folder before: nothing here looks for
+damage."""
 
 import queue
 from collections.abc import Mapping

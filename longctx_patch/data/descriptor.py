@@ -1,4 +1,4 @@
-"""What a shard says of itself: of which row it is, and whose tokens of it.
+"""Describes a shard: of which row it is, and whose tokens of it.
 
 The collator puts it into the batch and the patched model reads it there, so that a shard that was
 cut for another rank or another layout is refused: its numbers could be wrong without an error.
@@ -24,7 +24,7 @@ _LAYOUTS: tuple[LayoutName, ...] = get_args(LayoutName)
 
 
 class Cut(NamedTuple):
-    """Which of a row's tokens a shard has: those of one rank in one placement."""
+    """Says which of a row's tokens a shard has: those of one rank in one placement."""
 
     group_rank: int
     ulysses: int

@@ -1,4 +1,4 @@
-"""Where transformers reads whole rows in another way than their documents are meant: refused."""
+"""Refuses whole rows that transformers reads in another way than their documents are meant."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ LENGTHS = ("seq_lengths", "seq_idx", "cu_seq_lens_q")
 
 @dataclass(frozen=True)
 class StockModel:
-    """What a model does with rows before it is patched."""
+    """Describes what a model does with rows before it is patched."""
 
     sees_absolute_positions: bool = False
     """Whether it computes something else if the first position of a document is not 0."""

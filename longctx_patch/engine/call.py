@@ -34,7 +34,7 @@ def make_plan(
 
 
 class CallShape(NamedTuple):
-    """What q, k and v have in common on all ranks."""
+    """Holds what q, k and v have in common on all ranks."""
 
     batch: int
     num_heads: int

@@ -39,7 +39,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, kw_only=True)
 class ContextEvaluation:
-    """What is to be evaluated. The same on every rank."""
+    """Says what is to be evaluated, the same on every rank."""
 
     lengths: tuple[int, ...]
     """Tokens of the rows: of tasks at each of them, of texts at the greatest."""
@@ -131,7 +131,7 @@ def evaluate_context(
 
 
 class PreparedEvaluation:
-    """What is asked, checked and made into rows, to be run at several times of a training."""
+    """Holds what is asked, checked and made into rows, to be run at several times of a training."""
 
     def __init__(
         self,

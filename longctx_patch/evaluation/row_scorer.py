@@ -19,7 +19,7 @@ Kept = TypeVar("Kept")
 
 
 class LabelScores(NamedTuple):
-    """What each label of a batch scores, `[B, L - 1]` on the CPU (`PatchHandle.label_scores`)."""
+    """Holds scores of a batch's labels, `[B, L - 1]` on the CPU (`PatchHandle.label_scores`)."""
 
     log_probs: Tensor
     is_top1: Tensor

@@ -1,4 +1,4 @@
-"""What an evaluation found: as values, as JSON, and as tables in plain text."""
+"""Holds what an evaluation found: as values, as JSON, and as tables in plain text."""
 
 import json
 import math
@@ -49,7 +49,7 @@ class TaskScores:
 
 @dataclass(frozen=True, kw_only=True)
 class ContextScores:
-    """What an evaluation found, the same on every rank; print it, or `as_json()`."""
+    """Holds what an evaluation found, the same on every rank; print it, or `as_json()`."""
 
     label: str
     """What was evaluated, in the reader's words."""

@@ -1,1 +1,1 @@
-"""What a model family is: the table of support, a config's facts and checks, RoPE, weights."""
+"""Describes model families: the table of support, a config's facts and checks, RoPE, weights."""

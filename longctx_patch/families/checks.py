@@ -1,4 +1,4 @@
-"""Which models can be patched: those in the table of support, without options that would go wrong.
+"""Refuses models that are not in the table of support, or have options that would go wrong.
 
 Importing this needs neither torch nor transformers.
 """

@@ -1,4 +1,4 @@
-"""What the project reads from a model's config: sizes, kinds of layers, windows, experts.
+"""Reads facts from a model's config: sizes, kinds of layers, windows, experts.
 
 This needs neither torch nor transformers; any object with a config's attributes will do.
 """
@@ -18,7 +18,7 @@ _VARYING = ("num_kv_shared_layers", "hidden_size_per_layer_input")
 
 
 class Reach(NamedTuple):
-    """How far back the tokens of a layer see: to their document's start where both are None."""
+    """Says how far back tokens of a layer see: to their document's start where both are None."""
 
     window: int | None = None
     """How many keys a token sees at most, its own included."""
@@ -31,7 +31,7 @@ class Reach(NamedTuple):
 
 
 class LayerFacts(NamedTuple):
-    """What can differ between the layers of one model."""
+    """Holds what can differ between the layers of one model."""
 
     kind: str
     """`full_attention`, `sliding_attention`, or another kind by transformers' name."""

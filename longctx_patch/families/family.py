@@ -1,4 +1,4 @@
-"""What the table of support says of a family, and what a family may have beside causal attention.
+"""Describes a family in the table of support, and what it may have beside causal attention.
 
 This file imports no other module of the project, no torch and no transformers.
 """
@@ -34,7 +34,7 @@ LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class LogitsRule:
-    """What a model's forward does to logits after its head: one number, one operation."""
+    """Describes what a model's forward does to logits after its head: one number, one operation."""
 
     operation: Literal["softcap", "multiply", "divide"]
     """`softcap` is c * tanh(logits / c), left out where the number is None."""

@@ -1,4 +1,4 @@
-"""What a config says of its RoPE: how far it reaches, how it is scaled, what could scale it.
+"""Reads a config's RoPE: how far it reaches, how it is scaled, what could scale it.
 
 This needs neither torch nor transformers.
 """

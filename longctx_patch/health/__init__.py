@@ -1,1 +1,1 @@
-"""Whether a run is still right: its numbers, its ranks, and its progress."""
+"""Watches whether a run is still right: its numbers, its ranks, and its progress."""

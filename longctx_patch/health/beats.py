@@ -1,4 +1,4 @@
-"""What the ranks of a job tell each other through its store, while their groups may hang.
+"""Lets the ranks of a job tell each other through its store where they are, while groups may hang.
 
 Each rank writes a beat every second or so. Another one reads them once it has waited too long. A
 thread of its own talks to the store: a store that no longer answers, since the process that holds

@@ -25,14 +25,14 @@ class BadStepError(RuntimeError):
 
 @dataclass(kw_only=True)
 class StepHistory:
-    """What is known of the steps so far, which a checkpoint has to keep."""
+    """Holds what is known of the steps so far, which a checkpoint has to keep."""
 
     num_skipped: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepNumbers:
-    """What the numbers of a step were, the same on every rank."""
+    """Holds the numbers of a step, the same on every rank."""
 
     loss: float
     """The mean over all ranks."""
@@ -108,7 +108,7 @@ def gathered(mine: Tensor) -> Tensor:
 
 
 class FiniteSteps:
-    """Steps an optimizer only with numbers: a loss and a gradient norm that are finite.
+    """Skips the optimizer's step when the loss or the gradient norm is not finite.
 
     Collective: every process has one, and calls it for each step, so that all of them decide alike.
     A good step's numbers are what they are without it, to the last bit.

@@ -1,4 +1,4 @@
-"""How a process ends: what it says to the screen and its launcher, and the processes around it."""
+"""Ends a process: what it says to the screen and its launcher, and the processes around it."""
 
 import errno
 import json

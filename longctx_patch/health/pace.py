@@ -1,5 +1,5 @@
-"""How fast GPUs compute, and which rank is slower than the others, so that all wait for it in each
-step.
+"""Measures how fast GPUs compute, and names a rank that is slower than the others, for which all
+wait in each step.
 
 The waits look alike on all ranks: those of fast ones lie in their exchanges. So each GPU is timed
 apart from them, by the same few matrix products: at the start, and after every `PROBE_EVERY` steps.

@@ -1,4 +1,4 @@
-"""Where a process is, from the Python frames of its threads: its layer, and the exchange in it.
+"""Finds where a process is from the frames of its threads: its layer, and the exchange in it.
 
 Nothing is recorded beforehand, so a run that is all right pays nothing for it. Frames of backward
 are found in autograd's threads as well; torch's flight recorder of NCCL says what a GPU waits for.

@@ -1,4 +1,4 @@
-"""What the training process is busy with, since when, and how long each part of a run may take.
+"""Notes what the training process is busy with, since when, and how long each part may take.
 
 The host marks what begins, which waits for nothing.
 """

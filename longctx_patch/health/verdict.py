@@ -1,4 +1,4 @@
-"""Which rank a job waits for, from all ranks' beats, and how to say it."""
+"""Decides which rank a job waits for, from all ranks' beats, and says it."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple

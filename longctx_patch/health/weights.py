@@ -1,4 +1,4 @@
-"""Weights that are no numbers are found before anything is trained from them, or saved."""
+"""Refuses weights that are not finite before anything is trained from them, or saved."""
 
 import math
 

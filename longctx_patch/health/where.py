@@ -1,4 +1,4 @@
-"""Where a step's numbers stopped being finite: a weight, a layer's output, the loss, a gradient.
+"""Finds where a step's numbers stopped being finite: a weight, a layer's output, loss, gradient.
 
 The step is run once more under watch, since its weights have not changed. This reads every layer's
 output on the host, so it is slow, and for bad steps only.

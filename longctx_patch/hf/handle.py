@@ -1,4 +1,4 @@
-"""What `patch` returns: a patched model, and what can be asked of it."""
+"""Holds a patched model, and answers what can be asked of it: `patch` returns this."""
 
 import gc
 from collections import deque

@@ -45,7 +45,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Preflight:
-    """What a step is expected to take, in bytes of this process's GPU."""
+    """Predicts what a step takes, in bytes of this process's GPU."""
 
     policy: LayerPolicy
     """The policy of all layers; under `auto` the one that layers begin with."""

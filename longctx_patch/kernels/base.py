@@ -1,4 +1,4 @@
-"""What a kernel does and what is asked of it.
+"""Describes what a kernel does and what is asked of it.
 
 Shapes: B batch, L query tokens, M key tokens, H query heads, G key-value heads (G divides H),
 D head dim. Rows are packed: segment after segment along the tokens, the same in every row of the
@@ -15,7 +15,7 @@ from longctx_patch.sequence.regions import Tile
 
 
 class Score(NamedTuple):
-    """How a dot product `s` becomes what the softmax sees, before masking."""
+    """Says how a dot product `s` becomes what the softmax sees, before masking."""
 
     scale: float
     softcap: float | None = None
@@ -49,7 +49,7 @@ class Segments(NamedTuple):
 
 
 class Traits(NamedTuple):
-    """What a kernel takes besides one segment that is full, or causal and square, as all do."""
+    """Says what a kernel takes besides one segment that is full or causal and square, as all do."""
 
     segments: bool
     """It takes more than one segment, of any lengths."""
@@ -64,7 +64,7 @@ EVERYTHING = Traits(segments=True, windows=True, tiles=True, softcap=True)
 
 
 class KernelRequest(NamedTuple):
-    """What a kernel must be able to compute, the same on every rank of a group.
+    """Says what a kernel must be able to compute, the same on every rank of a group.
 
     The fields up to `tiles`, and `deterministic`, decide which kernels can compute it; the others
     decide which kernel is fastest.

@@ -1,4 +1,4 @@
-"""What this machine has: its GPU, and packages that kernels come in.
+"""Looks at what this machine has: its GPU, and packages that kernels come in.
 
 Nothing is imported before a kernel of that package is asked for.
 """

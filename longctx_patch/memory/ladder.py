@@ -85,7 +85,7 @@ class MemoryUse:
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsed:
-    """What a pass through all layers takes, as a few of them have shown; all are alike."""
+    """Predicts what a pass through all layers takes, as a few of them have shown; all are alike."""
 
     extra_bytes: Extra
     """The bytes that each layer keeps on each rung."""

@@ -1,4 +1,4 @@
-"""What a decoder layer keeps for backward: one record for each checkpoint policy.
+"""Says what a decoder layer keeps for backward: one record for each checkpoint policy.
 
 The config's check, the planner, the command line and the first step's check read these records
 instead of comparing names. To add a policy, add its names and its record here, and teach

@@ -1,1 +1,1 @@
-"""What attention and a training step take on a machine, predicted, and what is chosen by it."""
+"""Predicts what attention and a training step take on a machine, and chooses by it."""

@@ -1,4 +1,4 @@
-"""What a running job was predicted to take, and what to change where that is too much."""
+"""Says what a running job was predicted to take, and what to change where that is too much."""
 
 from collections.abc import Sequence
 from dataclasses import replace

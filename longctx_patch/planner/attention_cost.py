@@ -1,4 +1,4 @@
-"""What an attention call takes on a machine: Ulysses around the schedule of the ring part.
+"""Predicts an attention call on a machine: Ulysses around the schedule of the ring part.
 
 `predict` answers for one setting. Nothing here needs a device.
 """
@@ -81,7 +81,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What one direction of an attention call takes; tuples are by rank."""
+    """Holds what one direction of an attention call takes; tuples are by rank."""
 
     plan: str
     ranks: int

@@ -23,7 +23,7 @@ _SURROGATE_BYTES = 32.0  # an out with that delta, for kernels that don't take d
 
 @dataclass(frozen=True)
 class Charges:
-    """What works and messages of one direction cost."""
+    """Says what work and messages of one direction cost."""
 
     pieces: PieceTable
     direction: Direction

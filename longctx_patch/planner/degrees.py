@@ -42,7 +42,7 @@ NO_RECURRENCE: Mapping[RecurrentWork, float] = MappingProxyType({})
 
 
 class Cost(NamedTuple):
-    """What decides between candidates."""
+    """Holds what decides between candidates."""
 
     ulysses_degree: int
     seconds: float = 0.0
@@ -106,7 +106,7 @@ def ring_ranks_in_node(ulysses_degree: int, hardware: Hardware) -> int:
 
 
 class Way(NamedTuple):
-    """How ranks share a row."""
+    """Says how ranks share a row."""
 
     ulysses: int
     ring: int

@@ -112,7 +112,7 @@ WeightsDtype = Literal["bfloat16", "float32", "nf4"]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is to be trained, and on what."""
+    """Says what is to be trained, and on what."""
 
     shape: ModelShape
     cluster: Cluster
@@ -223,7 +223,7 @@ def nearest_multiples(number: int, factor: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """How attention and recurrences run, and what is kept, recomputed and moved to the host."""
+    """Says how attention and recurrences run, and what is kept, recomputed or moved to the host."""
 
     setting: Setting
     """Degrees and plans."""

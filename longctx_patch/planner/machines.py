@@ -38,7 +38,7 @@ class KernelRate:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelRates:
-    """What one attention kernel reaches on one kind of GPU."""
+    """Holds what one attention kernel reaches on one kind of GPU."""
 
     kernel: str
     """Its name in `longctx_patch.kernels`."""

@@ -1,4 +1,4 @@
-"""What the planner knows of a model: sizes, from its config alone.
+"""Reads what the planner knows of a model, sizes, from its config alone.
 
 A model is a row of layers of one or two kinds: those with attention, and gated delta nets. Layers
 of a kind have equal sizes.

@@ -1,4 +1,4 @@
-"""What one recurrent layer takes on a machine, by each of the two ways that its recurrence has.
+"""Predicts one recurrent layer on a machine, by each of the two ways that its recurrence has.
 
 - **states**: the chain goes over all ranks of the sequence group. Before states travel, a rank runs
   the segments that begin a document, and finds the maps of the others; afterwards it runs these.
@@ -63,7 +63,7 @@ def recompute_under(policy: LayerPolicy, share: float) -> Recompute:
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrencePrediction:
-    """What one layer's recurrence takes, by one way."""
+    """Holds what one layer's recurrence takes, by one way."""
 
     way: RecurrentWay
     forward_s: float

@@ -76,7 +76,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What a schedule takes; tuples have an entry for each rank."""
+    """Holds what a schedule takes; tuples have an entry for each rank."""
 
     makespan_s: float
     host_s: float

@@ -77,7 +77,7 @@ class StepTime(Parts):
 
 @dataclass(frozen=True)
 class Attention:
-    """What the cost model says of one layer's attention."""
+    """Holds what the cost model says of one layer's attention."""
 
     forward: Prediction
     backward: Prediction

@@ -1,4 +1,4 @@
-"""Which heads each rank of a Ulysses group computes, and what their exchange sends."""
+"""Says which heads each rank of a Ulysses group computes, and what their exchange sends."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ def halves(num_heads: int, num_kv_heads: int) -> tuple[tuple[slice, slice], ...]
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """Which heads each rank of a Ulysses group computes, and what their exchange sends."""
+    """Says which heads each rank of a Ulysses group computes, and what their exchange sends."""
 
     num_heads: int
     num_kv_heads: int

@@ -1,4 +1,4 @@
-"""What each rank sends for one recurrence: states along a chain, heads for tokens."""
+"""Counts what each rank sends for one recurrence: states along a chain, heads for tokens."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial

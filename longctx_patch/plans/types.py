@@ -30,7 +30,7 @@ class Direction(Enum):
 
 
 class Operand(Enum):
-    """What a transfer carries. `AttentionShape.block_bytes` gives the sizes."""
+    """Names what a transfer carries. `AttentionShape.block_bytes` gives the sizes."""
 
     KV = "kv"
     """Input: keys and values, in the dtype of the model."""

@@ -1,4 +1,4 @@
-"""How the processes of a job start: those of a machine wait for each other, and gloo is given the
+"""Starts the processes of a job: those of a machine wait for each other, and gloo is given the
 interface that leads to other machines.
 
 A fork takes along the locks that other threads of the launcher hold at that moment. The thread of

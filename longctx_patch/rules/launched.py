@@ -1,4 +1,4 @@
-"""What the launcher told this process: how many there are, and its switches."""
+"""Reads what the launcher told this process: how many there are, and its switches."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Where files are kept that any run of this machine's user may make again."""
+"""Finds the folder of files that any run of this machine's user may make again."""
 
 import os
 from pathlib import Path

@@ -1,1 +1,1 @@
-"""Which token is where, and who sees whom: documents, layouts, masks and their placement."""
+"""Says which token is where, and who sees whom: documents, layouts, masks and their placement."""

@@ -1,4 +1,4 @@
-"""Where the documents of a packed row begin and end."""
+"""Says where the documents of a packed row begin and end."""
 
 from dataclasses import dataclass
 from functools import cached_property

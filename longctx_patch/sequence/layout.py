@@ -1,4 +1,4 @@
-"""Which global token sits in which slot of which rank.
+"""Says which global token sits in which slot of which rank.
 
 A `Layout` holds, for every rank of a group, the half-open intervals of global tokens that fill
 its slots in order. Shares may be uneven or empty, so any length works on any number of ranks.

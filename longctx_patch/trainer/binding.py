@@ -1,4 +1,4 @@
-"""Which models of a trainer are patched, and whose checkpointing runs."""
+"""Decides which models of a trainer are patched, and whose checkpointing runs."""
 
 import logging
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What transformers' loop repeats on the host in each forward, done once or on the device.
+"""Does once, or on the device, what transformers' loop repeats on the host in each forward.
 
 A model of 32 layers has 420 modules. Going through them to switch each to training, and again to
 count parameters, takes 1.7 ms each; reading each loss makes a GPU run dry.

@@ -1,4 +1,4 @@
-"""Whether the patched head computes what a trainer of TRL asks of TRL's fused head.
+"""Says whether the patched head computes what a trainer of TRL asks of TRL's fused head.
 
 Our head makes gradients in forward (`longctx_patch.loss.head_gradients`), so what a trainer will
 make of the log-probabilities has to be known before. It is where the trainer's class is TRL's own

@@ -1,4 +1,4 @@
-"""What a trainer can't do exactly with a patched model: each is refused by name, on all ranks."""
+"""Refuses by name, on all ranks, what a trainer can't do exactly with a patched model."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Whether TRL may ask a model for the loss of its router."""
+"""Says whether TRL may ask a model for the loss of its router."""
 
 from typing import Any
 

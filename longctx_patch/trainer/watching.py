@@ -1,4 +1,4 @@
-"""What runs beside a trainer's steps: the watchdog's marks, and the comparison of replicas."""
+"""Runs beside a trainer's steps: the watchdog's marks, and the comparison of replicas."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence

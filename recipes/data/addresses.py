@@ -1,4 +1,4 @@
-"""What a source of data names: a file, folder, glob or dataset on the hub, and which split of it.
+"""Reads what a source of data names: a file, folder, glob or dataset on the hub, and its split.
 
 A split follows a colon, `folder:test`. A dataset on the hub may have a revision and a config too,
 `owner/name@revision:config/split`, as they stand in the hub's own addresses. A path that is there

@@ -1,4 +1,4 @@
-"""Which reader a file has, by its name and its first bytes.
+"""Finds the reader of a file, by its name and its first bytes.
 
 Names count whether they have capitals or not. What has no reader is read as one text, unless it is
 none: compressed, a table of another form, weights, or anything with bytes that no text has.

@@ -24,7 +24,7 @@ RULE = (
 
 @dataclass
 class Loss:
-    """What is lost for one reason."""
+    """Counts what is lost for one reason."""
 
     num_records: int = 0
     num_tokens: int = 0

@@ -27,7 +27,7 @@ MOST_LINE_BYTES = 2**28
 
 
 class Part(NamedTuple):
-    """What one process reads in one go."""
+    """Names what one process reads in one go."""
 
     reader: Reader
     path: str

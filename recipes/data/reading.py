@@ -42,7 +42,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Reading:
-    """How records become rows."""
+    """Says how records become rows."""
 
     tokenizer: Any
     kind: Kind

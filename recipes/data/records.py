@@ -1,4 +1,4 @@
-"""What kind of record a source holds, and refusals that name its file and row."""
+"""Says what kind of record a source holds, and refuses with its file and row."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple

@@ -31,7 +31,7 @@ BATCH_CHARACTERS = 2**20
 
 @dataclass(frozen=True)
 class TextReading:
-    """How documents become rows of a table."""
+    """Says how documents become rows of a table."""
 
     tokenizer: Any
     text_field: str = "text"

@@ -51,7 +51,7 @@ Row = Mapping[str, Any]
 
 
 class RowReading(Protocol):
-    """How records become rows: a frozen dataclass."""
+    """Says how records become rows: a frozen dataclass."""
 
     @property
     def tokenizer(self) -> Any: ...

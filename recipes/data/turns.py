@@ -1,4 +1,4 @@
-"""Where the assistant speaks in a conversation whose template doesn't mark it.
+"""Finds where the assistant speaks in a conversation whose template doesn't mark it.
 
 A turn of the assistant is all that the template writes after the prompt that asks for it
 (`add_generation_prompt`): its words, its calls, its thinking where the template writes it, and the

@@ -1,4 +1,4 @@
-"""What RULER's generators share: the search for the largest haystack, and draws that fit.
+"""Has what RULER's generators share: the search for the largest haystack, and draws that fit.
 
 The texts are those of NVIDIA/RULER's generators (template `base`) for the same seed, length,
 tokenizer and data: the same draws from random in the same order. Where RULER would try forever,
@@ -30,7 +30,7 @@ class Draw:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What a generator needs."""
+    """Holds what a generator needs."""
 
     task: str
     count: Callable[[str], int]

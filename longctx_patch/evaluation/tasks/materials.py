@@ -1,4 +1,4 @@
-"""What tasks are made of: the user's text and files, and the word lists of wonderwords."""
+"""Reads what tasks are made of: the user's text and files, and the word lists of wonderwords."""
 
 import re
 from bisect import bisect_right

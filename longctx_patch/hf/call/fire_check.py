@@ -32,7 +32,7 @@ _END = -1
 
 
 class PlannedTraffic(NamedTuple):
-    """What one rank sends for one layer."""
+    """Counts what one rank sends for one layer."""
 
     forward: Traffic
     recompute: Traffic
@@ -239,7 +239,7 @@ class FireCheck:
 
 @dataclass
 class FirstStep:
-    """When the first training step of a model is checked, and the result."""
+    """Says when the first training step of a model is checked, and holds the result."""
 
     model: PreTrainedModel
     group: SequenceGroup

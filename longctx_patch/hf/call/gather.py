@@ -1,4 +1,4 @@
-"""What all ranks of a group hold of their tokens, put together in the order of the rows."""
+"""Puts together what all ranks of a group hold of their tokens, in the order of the rows."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

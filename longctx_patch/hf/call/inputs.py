@@ -1,4 +1,4 @@
-"""Which options a sharded batch may have: any other would be dropped silently, so it is refused."""
+"""Refuses options of a sharded batch that would be dropped silently."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Whether recurrent layers run kernels, whether these take the sizes of a model, and how many
+"""Says whether recurrent layers run kernels, whether these take the sizes of a model, and how many
 tokens they can count in transformers' own forward.
 
 A chain copies or cuts up what a kernel can't count the places of. transformers' own forward hands
@@ -16,7 +16,7 @@ from longctx_patch.hf.model.sequence_kernels import KERNELS, functions_of, runs_
 
 
 class Limit(NamedTuple):
-    """What a package's kernels take."""
+    """Says what a package's kernels take."""
 
     what: str
     takes: range
@@ -121,7 +121,7 @@ _CONVOLUTION, _SCAN = "causal_conv1d_fn", "mamba2_chunk_scan"
 
 
 class Countable(NamedTuple):
-    """What one package's kernels can count."""
+    """Says what one package's kernels can count."""
 
     tokens: int
     """How many tokens all rows of a batch have together."""

@@ -1,1 +1,1 @@
-"""What the patch does to a model's layers: checkpointing, tiles, fused kernels, rehearsal."""
+"""Changes a model's layers: checkpointing, tiles, fused kernels, rehearsal."""

@@ -70,7 +70,7 @@ LIGER = Package(
 
 
 class FusedLayers(NamedTuple):
-    """What `fuse_layers` is to do."""
+    """Says what `fuse_layers` is to do."""
 
     how: FusedLayersName
     why: str

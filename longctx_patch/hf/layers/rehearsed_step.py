@@ -25,7 +25,7 @@ class WillNotFit(RuntimeError):
 
 
 class Seen(NamedTuple):
-    """What the step with few layers took."""
+    """Holds what the step with few layers took."""
 
     loss_peak: int
     """Peak until backward reached the layers."""
@@ -152,7 +152,7 @@ class Rehearsal:
 
 @dataclass(frozen=True, kw_only=True)
 class WholeStep:
-    """What a step with all layers is expected to take, judged by the step with few."""
+    """Predicts what a step with all layers takes, judged by the step with few."""
 
     rehearsal: Rehearsal
     seen: Seen

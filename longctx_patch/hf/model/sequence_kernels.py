@@ -1,5 +1,5 @@
-"""Which kernels transformers runs in place of its own functions along the sequence, and models
-whose recurrent layers run without them: kernels know neither the CPU nor float64.
+"""Names the kernels that transformers runs in place of its own functions along the sequence, and
+makes models whose recurrent layers run without them: kernels know neither the CPU nor float64.
 
 `use_kernel_func_from_hub_with_fallback` decides when a module is imported: a kernel of the package
 where that can be imported, and its torch function after any error. Checked with 5.17 to 5.24.

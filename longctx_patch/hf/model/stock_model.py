@@ -1,4 +1,4 @@
-"""What a model does with whole rows before it is patched."""
+"""Describes what a model does with whole rows before it is patched."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What the patch assumes about transformers' internals, in one file.
+"""Has, in one file, all that the patch assumes about transformers' internals.
 
 Used: the public attention and mask registries, the decoder's keyword arguments (which transformers
 hands through to every attention function), `loss_function`, and the attributes by which

@@ -1,4 +1,4 @@
-"""How segments are handed to FlashAttention's kernels, in a form that all of them take.
+"""Hands segments to FlashAttention's kernels, in a form that all of them take.
 
 A single segment is given by the tensors' shapes, with the batch as a dimension. Several segments
 go to the functions for variable lengths, where each row of the batch adds its own segments.

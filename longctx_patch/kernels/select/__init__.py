@@ -1,1 +1,1 @@
-"""Which kernel computes: what there is, what fits, and what is fastest on this machine."""
+"""Chooses the kernel that computes: of what there is, what fits, and is fastest on this machine."""

@@ -1,4 +1,4 @@
-"""Which kernels may be taken on this machine, and in which order: on GPUs, as measured here."""
+"""Orders the kernels that may be taken on this machine: on GPUs, as measured here."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple

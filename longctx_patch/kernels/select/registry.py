@@ -1,4 +1,4 @@
-"""Which kernels there are, and which one to take."""
+"""Lists the kernels that there are, and takes one of them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""How an attention call runs: what the chooser decides for the engine and for predictions."""
+"""Says how an attention call runs: what the chooser decides for the engine and for predictions."""
 
 from dataclasses import dataclass, replace
 
