@@ -90,7 +90,7 @@ def keep_bytecode() -> None:
 
 
 def _compiles_each_time() -> bool:
-    """Whether the source of a package was not compiled, and can't be beside it."""
+    """Says whether the source of a package was not compiled, and can't be beside it."""
     specs = {file: find_spec(name) for name, file in COMPILED.items()}
     compiled = [
         Path(cache_from_source(str(Path(spec.origin).parent / file)))

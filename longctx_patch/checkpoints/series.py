@@ -169,8 +169,7 @@ def _set_aside(passed: list[tuple[Path, list[str]]], say: Say) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """How many checkpoints an output holds; by default all, since what is deleted can't be had
-    back."""
+    """Says how many checkpoints an output holds: all by default, since deleting is for ever."""
 
     keep_last: int = 0
     """The newest so many are kept; 0: all."""

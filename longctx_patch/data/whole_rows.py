@@ -30,7 +30,7 @@ class ContradictionError(ValueError):
 
 
 class HeadScores(NamedTuple):
-    """How our head makes `scores`."""
+    """Says how our head makes `scores`."""
 
     by_row: bool = False
     """Whether the gradients of log-probabilities are one number in each row, and may differ from
@@ -60,12 +60,12 @@ class WholeRows(NamedTuple):
 
     @property
     def is_packed(self) -> bool:
-        """Whether a row has several documents, so that all rows are joined into one."""
+        """Says whether a row has several documents, so that all rows are joined into one."""
         return any(len(row.lengths) > 1 for row in self.rows)
 
 
 class RowsPass(NamedTuple):
-    """What a forward pass over a shard has to know of the whole rows that it was cut from."""
+    """Holds what a forward pass over a shard has to know of the whole rows that it was cut from."""
 
     num_items: float | None
     """What the sum of token losses is divided by, `num_items_in_batch`; None: by their number."""
@@ -92,7 +92,7 @@ class RowsPass(NamedTuple):
 
 
 def read_rows(given: Mapping[str, Any], stock: StockModel) -> WholeRows:
-    """What the arguments of a forward pass say about its rows.
+    """Returns what the arguments of a forward pass say about its rows.
 
     Args:
         given: `input_ids` `[B, L]`; `labels` `[B, L]` or None, unshifted; `attention_mask`

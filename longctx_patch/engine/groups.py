@@ -29,7 +29,7 @@ from longctx_patch.transport.meeting import Meeting, digest, meet, table
 
 
 class WorldPlace(NamedTuple):
-    """Where this process stands."""
+    """Says where this process stands."""
 
     data_parallel_rank: int
     group_rank: int

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class _Wanted:
-    """What a kind of scaling is made of."""
+    """Says what a kind of scaling is made of."""
 
     rope: dict[str, Any]
     """The RoPE to scale, without the scaling that is replaced."""

@@ -24,7 +24,7 @@ _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
 class Stage(IntEnum):
-    """Where in a pass a number went wrong, in the order in which it comes to them."""
+    """Says where in a pass a number went wrong, in the order in which it comes to them."""
 
     WEIGHT = 1
     FORWARD = 2

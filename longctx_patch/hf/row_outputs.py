@@ -99,7 +99,7 @@ ASKING = frozenset({WANTED_KEY, "logits_to_keep"})
 
 
 class Request(NamedTuple):
-    """What is wanted of a batch `[B, L]` of whole rows."""
+    """Says what is wanted of a batch `[B, L]` of whole rows."""
 
     wanted: Wanted
     columns: tuple[int, ...] | None = None

@@ -90,8 +90,8 @@ class RowPasses:
         )
 
     def described(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """What `longctx_shard` will say of a batch of whole rows that is to come; None where it
-        can't be read, which its forward pass says."""
+        """Returns what `longctx_shard` will say of whole rows to come; None where they can't be
+        read, which their forward pass says."""
         try:
             return self._cut(batch, Request("loss"))[0][SHARD_KEY]
         except Exception:  # raised here it would end one rank alone; the pass tells all of them
@@ -163,7 +163,7 @@ class RowPasses:
         return whole_outputs(outputs, rows, documents, self._group, self._model.config)
 
     def _are_shared(self, given: Arguments) -> bool:
-        """Whether these are whole rows, which the ranks of the group compute together."""
+        """Says whether these are whole rows, which the ranks of the group compute together."""
         if given.get(WANTED_KEY) is not None:
             return True
         if given.get(SHARD_KEY) is not None:

@@ -33,7 +33,7 @@ CheckpointPolicy = Literal["none", "full", "attention", "offload", "auto"]
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What layers keep under one policy. Where a policy chooses by layer, its flags say what a
+    """Says what layers keep under one policy. Where a policy chooses by layer, its flags say what a
     layer under it may do."""
 
     name: CheckpointPolicy

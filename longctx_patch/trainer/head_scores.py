@@ -28,7 +28,7 @@ _LOSS_METHODS = ("compute_loss", "_compute_loss", "_get_per_token_logps_and_entr
 
 
 class _Use(NamedTuple):
-    """What a trainer makes of log-probabilities."""
+    """Says what a trainer makes of log-probabilities."""
 
     alike: Literal["all", "row", "none"]
     """Which of them surely have the same gradient."""

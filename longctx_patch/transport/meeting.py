@@ -89,8 +89,8 @@ def meet(
 
 
 def tried(everyone: Transport, meeting: Meeting, read: Callable[[], Found]) -> Found:
-    """What `read` returns, before a meeting. Where it raises, this rank comes to the meeting and
-    says so: all ranks raise then, as `meet` does."""
+    """Returns what `read` returns, before a meeting. Where it raises, this rank comes to the
+    meeting and says so: all ranks raise then, as `meet` does."""
     try:
         return read()
     except _REFUSALS as error:

@@ -151,7 +151,7 @@ class Conversation:
 
 
 class _NotFoundError(Exception):
-    """Why a turn is not found."""
+    """Says why a turn is not found."""
 
 
 def _difference(part: str, whole: str) -> str:

@@ -30,7 +30,7 @@ MOST_THREADS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:
-    """How a task is scored, without generating.
+    """Says how a task is scored, without generating.
 
     `forced` where the prompt leaves one way to go on, or the few of `leads`. `ranked` where order
     and wording are free: RULER looks for the answers anywhere in what is generated, which no

@@ -24,7 +24,7 @@ PERCENTS: list[int] = np.round(np.linspace(0, 100, num=40)).astype(int).tolist()
 
 @dataclass(frozen=True, kw_only=True)
 class Needles:
-    """Which needles a task hides where."""
+    """Says which needles a task hides where."""
 
     haystack: Literal["noise", "essays", "needles"]
     keys: Kind = "words"

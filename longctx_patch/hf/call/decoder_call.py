@@ -1,4 +1,4 @@
-"""How ranks agree to compute a shard, and what a patched decoder is given then or in a stock pass.
+"""Lets ranks agree to compute a shard, and gives a patched decoder its inputs then, or as stock.
 
 A forward pass has one meeting of the ranks, before anything of it is computed: each brings what it
 was given and what is wrong with it, and all go on or all raise.
@@ -78,7 +78,7 @@ class ShardedPass(SimpleNamespace):
 
     @property
     def wanted(self) -> str:
-        """What was given and what is asked for, in words."""
+        """Says what was given and what is asked for, in words."""
         labels = "without" if self.num_labels is None else "with"
         if self.rows is None:
             return f"a shard {labels} labels"
@@ -150,7 +150,7 @@ class DecoderCalls:
         )
 
     def agree(self, read: Callable[[], ShardedPass]) -> ShardedPass:
-        """What `read` makes of this rank's batch, once all ranks have agreed to compute it.
+        """Returns what `read` makes of this rank's batch, once all ranks have agreed to compute it.
 
         Collective over the group.
 
@@ -263,7 +263,7 @@ class DecoderCalls:
         self.checkpoints.begin(decoder, proposed)
 
     def _beyond_reach(self, num_tokens: int) -> str | None:
-        """Why documents of so many tokens are too long for the model's RoPE."""
+        """Says why documents of so many tokens are too long for the model's RoPE."""
         is_within = self.reach is None or num_tokens <= self.reach
         if is_within or self.group.config.allow_beyond_reach:
             return None
@@ -279,7 +279,7 @@ class DecoderCalls:
             raise ValueError(problem)
 
     def _uncountable(self, num_tokens: int) -> str | None:
-        """Why transformers' own forward can't compute with so many tokens of all rows."""
+        """Says why transformers' own forward can't compute with so many tokens of all rows."""
         return None if self.countable is None else self.countable.problem(num_tokens)
 
     def _check_countable(self, tokens: Tensor) -> None:
@@ -329,8 +329,8 @@ class DecoderCalls:
         }
 
     def _checked(self, read: Callable[[], ShardedPass]) -> ShardedPass:
-        """What `read` returns, unless attention went wrong in earlier passes, or adapters that came
-        after `patch` can't be covered."""
+        """Returns what `read` returns, unless attention went wrong in earlier passes, or adapters
+        that came after `patch` can't be covered."""
         if (misfire := self.first_step.misfire(self.decoder)) is not None:
             raise SequenceParallelismError(misfire)
         if (adapter := adapter_problem(self.first_step.model)) is not None:
@@ -338,7 +338,7 @@ class DecoderCalls:
         return read()
 
     def _agreed_state(self, found: ShardedPass) -> str:
-        """What must be the same on all ranks before a forward pass, in words."""
+        """Says what must be the same on all ranks before a forward pass, in words."""
         mask = 0 if found.mask is None else found.mask.checksum
         is_due = self.first_step.is_due(self.decoder)
         return (

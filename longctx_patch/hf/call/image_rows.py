@@ -69,12 +69,12 @@ def checksum(given: Mapping[str, Any]) -> int:
 
 
 def places_by_grid(model: Any) -> bool:
-    """Whether the model gives images positions of three rows (M-RoPE)."""
+    """Says whether the model gives images positions of three rows (M-RoPE)."""
     return hasattr(model.model, "get_rope_index")
 
 
 def sees_both_ways(model: Any) -> bool:
-    """Whether the tokens of an image see each other in both directions, as in Gemma 3 and the
+    """Says whether the tokens of an image see each other in both directions, as in Gemma 3 and the
     larger Gemma 4; else they are causal, as those of text are."""
     text = model.config.get_text_config()
     option = getattr(text, "use_bidirectional_attention", None)
@@ -192,8 +192,8 @@ Spans = tuple[tuple[int, int], ...]
 
 
 def spans_of(kinds: Tensor, rows: RowsPass) -> Spans:
-    """Where the images of rows are, neighbours as one; `kinds` `[B, L]` is 1 on their tokens, and 2
-    on those of videos.
+    """Returns where the images of rows are, neighbours as one; `kinds` `[B, L]` is 1 on their
+    tokens, and 2 on those of videos.
 
     Raises ValueError for rows that have them in different places: a batch has one mask.
     """

@@ -1,4 +1,4 @@
-"""What a batch says about its rows, and the mask that a user's function makes for them."""
+"""Reads what a batch says about its rows, and makes the mask of a user's function for them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ MaskFactory = Callable[[int], Mask]
 
 @dataclass(frozen=True)
 class ShardedRow:
-    """What `longctx_shard` says about a batch."""
+    """Holds what `longctx_shard` says about a batch."""
 
     documents: Documents
     """The documents of the row (every row of the batch has the same)."""

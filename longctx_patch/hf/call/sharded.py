@@ -30,7 +30,7 @@ from longctx_patch.sequence.masks import Mask
 
 
 class LayerKind(NamedTuple):
-    """What determines a layer's attention call, besides the row."""
+    """Holds what determines a layer's attention call, besides the row."""
 
     score: Score
     window: int | None
@@ -105,7 +105,7 @@ class ShardedCall:
 
     @cached_property
     def ring_layout(self) -> Layout:
-        """Where tokens are if each Ulysses group counts as one rank."""
+        """Returns where tokens are if each Ulysses group counts as one rank."""
         return self.group.config.ring_layout_of(self.documents)
 
     @cached_property
@@ -114,7 +114,7 @@ class ShardedCall:
         return checked_chain(self.ring_layout, self.documents)
 
     def recurrent_way(self, shape: RecurrentShape) -> RecurrentWay:
-        """What ranks send for recurrent layers of these sizes."""
+        """Returns what ranks send for recurrent layers of these sizes."""
         config = self.group.config
         return decide_recurrence(
             config.recurrent_exchange,

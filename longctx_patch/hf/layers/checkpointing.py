@@ -28,7 +28,7 @@ from longctx_patch.memory.run_layer import run_layer
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpointing:
-    """What the decoder's layers keep for backward, on this rank."""
+    """Says what the decoder's layers keep for backward, on this rank."""
 
     policies: tuple[LayerPolicy, ...]
     """Policy of each layer, first to last, in the last training pass or rehearsal."""
@@ -99,7 +99,7 @@ class LayerCheckpoints:
 
     @property
     def are_alike(self) -> bool:
-        """Whether all layers keep equally much, as far as that can be told."""
+        """Says whether all layers keep equally much, as far as that can be told."""
         return len({_kind(layer) for layer in self._layers}) == 1
 
     def _kinds(self) -> list[object]:
@@ -177,7 +177,7 @@ class LayerCheckpoints:
 
     @property
     def replays_attention(self) -> bool:
-        """Whether layers may ask attention for what it computed before."""
+        """Says whether layers may ask attention for what it computed before."""
         return self._policy.keeps_attention
 
     def report(self) -> Checkpointing:
@@ -192,7 +192,7 @@ class LayerCheckpoints:
         return transformers_api.checkpoint_layers(self._model, self._run)
 
     def propose(self, decoder: nn.Module, num_tokens: int, device: torch.device) -> int:
-        """What `AutoPolicy.propose` says on this rank of the pass that begins; 0 without `auto`.
+        """Returns `AutoPolicy.propose` of the pass that begins, on this rank; 0 without `auto`.
 
         `num_tokens` are those of all ranks, the same on each.
         """
@@ -248,7 +248,7 @@ class LayerCheckpoints:
         return self._policy.rungs[0] if device.type == "cuda" else _without_meter(self._policy)
 
     def _counts(self, decoder: nn.Module) -> bool:
-        """Whether policies are chosen by `auto`, and this is a training pass, not a rehearsal."""
+        """Says whether `auto` chooses policies, and this is a training pass, not a rehearsal."""
         return self._policy.chooses_by_layer and self._trains(decoder) and not self.is_rehearsed
 
     @staticmethod

@@ -74,7 +74,7 @@ class LossPasses:
             begin_chosen(self._stand_in, chosen[group.group_rank])
 
     def close(self, rows: RowsPass | None, outputs: Any) -> Any:
-        """What the model returns in place of its outputs; None if its forward has failed."""
+        """Returns the model's answer in place of its outputs; None if its forward has failed."""
         current = self.end()
         if current is None or outputs is None:
             return outputs
@@ -181,14 +181,14 @@ def _possible_heads(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _has_hooks_on_logits(model: PreTrainedModel) -> bool:
-    """Whether a hook may change what the head returns; FSDP's hooks change no value."""
+    """Says whether a hook may change what the head returns; FSDP's hooks change no value."""
     heads = {model.get_output_embeddings(), running_head(model)}
     hooks = (getattr(h, "func", h) for head in heads for h in head._forward_hooks.values())
     return any(not str(hook.__module__).startswith("torch.distributed.") for hook in hooks)
 
 
 def computes_scores(model: PreTrainedModel) -> bool:
-    """Whether the head is bound, so that it computes losses of a pass itself."""
+    """Says whether the head is bound, so that it computes losses of a pass itself."""
     head = running_head(model)
     own = vars(head).get("forward")
     is_bound = isinstance(own, MethodType) and own.__module__ == __name__ and own.__self__ is head
@@ -208,7 +208,7 @@ def _token_sum(
 def _scores(
     head: nn.Linear, hidden: Tensor, current: LossPass, softcap: float | None, scale: float
 ) -> TokenFields:
-    """What is known of each label."""
+    """Returns what is known of each label."""
     segments = _labelled_by_row(current) if current.how.by_row else None
     hidden, labels = current.labelled(hidden)
     losses, entropy, is_top1, mean_logits = linear_scores(
@@ -230,7 +230,7 @@ def _scores(
 
 
 def _labelled_by_row(current: LossPass) -> list[int]:
-    """How many tokens of each row have a label; the host waits for the device."""
+    """Counts how many tokens of each row have a label; the host waits for the device."""
     num_rows, length = current.shift_labels.shape
     if current.rows is None:
         return [length] * num_rows

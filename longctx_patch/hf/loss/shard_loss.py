@@ -101,7 +101,7 @@ class LossPass:
 
 
 class ShardLoss:
-    """What transformers calls as `model.loss_function`.
+    """Computes losses: transformers calls it as `model.loss_function`.
 
     A mixture of experts adds a weight (`router_aux_loss_coef`) times its router's loss afterwards.
     The weight is scaled by the batch's share of the step's tokens, so that the router losses of a
@@ -206,7 +206,7 @@ class ShardLoss:
         return LossPass(shift_labels, mine, sum(count for (count,) in told))
 
     def _replaced(self) -> str | None:
-        """What is wrong with a loss function that the model got after `patch`."""
+        """Says what is wrong with a loss function that the model got after `patch`."""
         if (found := self._model.loss_function) is self:
             return None
         return (
@@ -275,7 +275,7 @@ def _sum_of_log_probs(current: LossPass, logits: Tensor) -> Tensor:
 
 
 def would_have_gradients(model: PreTrainedModel) -> bool:
-    """Whether a loss of the model could go backward."""
+    """Says whether a loss of the model could go backward."""
     return torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
 
 

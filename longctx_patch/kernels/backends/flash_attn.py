@@ -44,7 +44,7 @@ class Functions(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """How calls of one package's functions differ from those of other packages."""
+    """Says how calls of one package's functions differ from those of other packages."""
 
     functions: Callable[[Any, bool], Functions]
     """The functions of the package's module; the flag says whether rows are packed."""
