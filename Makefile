@@ -17,6 +17,7 @@
 #   make pictures   draw each picture of docs/schedules again
 #   make docs       write the generated pages of docs/reference
 #   make notebook   run the notebook of examples/ and write what its cells show
+#   make wheel      the source archive and the wheel of a release, in dist/
 #   make check      formatting, lint, types, layers, generated pages
 #   make style      of these formatting, lint and types, which no test looks at
 #   make clean      remove build output and caches (remove .venv by hand to start over)
@@ -52,7 +53,7 @@ SLOW_TESTS := tests/families tests/hf/call tests/hf/test_states_and_latents.py \
     tests/recipes/test_signals.py tests/recipes/test_bad_steps.py tests/cli/test_train.py \
     \
     tests/plugin/test_yaml.py tests/docs/test_notebook.py \
-    tests/memory tests/hf/test_preflight.py tests/hf/test_preflight_host.py \
+    tests/test_installed.py tests/memory tests/hf/test_preflight.py tests/hf/test_preflight_host.py \
     tests/recipes/test_memory_report.py tests/planner tests/cli/test_plan.py \
     tests/faults
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
@@ -70,7 +71,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes, each of which would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-slow test-all oldest test-grid test-families test-fault-grid test-oldest test-gpu real-model planted-faults pictures docs notebook check style clean
+.PHONY: install demo test test-slow test-all oldest test-grid test-families test-fault-grid test-oldest test-gpu real-model planted-faults pictures docs notebook wheel check style clean
 
 install: $(STAMP)
 
@@ -157,6 +158,10 @@ docs: $(STAMP)
 
 notebook: $(STAMP)
 	$(BIN)/python -m docs.make_notebook
+
+wheel: $(STAMP)
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
 
 check: style
 	$(BIN)/python -m pytest -q $(CODE_TESTS)

@@ -18,6 +18,7 @@ EVAL = ["nltk", "wonderwords"]  # RULER's sentences and words
 FOUR_BITS = ["bitsandbytes>=0.48"]
 TRL = ["trl>=1.16"]
 DEV = [
+    "build",
     "hypothesis",
     "mypy",
     "pytest",
@@ -61,7 +62,9 @@ setup(
     description="Train Hugging Face models on sequences cut over several GPUs, with exact numbers",
     long_description=long_description(),
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
+    author="The maintainers of longctx-patch",
+    keywords="long context, sequence parallelism, ring attention, Ulysses, transformers, FSDP2",
+    license_expression="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=all_packages(),
@@ -104,8 +107,15 @@ setup(
     },
     entry_points={"console_scripts": ["longctx = longctx_patch.cli.main:main"]},
     classifiers=[
-        "Programming Language :: Python :: 3",
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Operating System :: MacOS",
         "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
     ],
 )

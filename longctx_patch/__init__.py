@@ -5,8 +5,15 @@ need torch alone; `patch` and all that belongs to it also need transformers. `lo
 is a module: its functions make a `Mask`.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+if sys.platform == "win32":
+    raise ImportError(
+        "longctx-patch runs on Linux (on macOS to try it out), not on Windows. Install it in WSL 2 "
+        "(`wsl --install`), which has NVIDIA GPUs too."
+    )
 
 if TYPE_CHECKING:
     from longctx_patch.config import LongContextConfig as LongContextConfig

@@ -1,5 +1,6 @@
 """Importing the package loads no library and needs none of the optional ones."""
 
+import runpy
 import subprocess
 import sys
 
@@ -46,6 +47,12 @@ def test_the_config_needs_no_torch_and_the_operator_no_transformers() -> None:
     loaded = modules_after("from longctx_patch import attention, masks, SequenceShardCollator")
     assert "torch" in loaded
     assert not loaded & {"transformers", "accelerate", "peft", "triton", "flash_attn"}
+
+
+def test_windows_is_told_what_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(ImportError, match="WSL 2"):
+        runpy.run_path(str(longctx_patch.__file__))
 
 
 def test_works_with_torch_alone() -> None:

@@ -2,43 +2,24 @@
 
 import importlib.metadata
 import re
-import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 import longctx_patch
 from longctx_patch.rules.versions import EXTRA, REQUIRED
+from tests.built import COPIED, build_wheel
 
 ROOT = Path(__file__).parents[1]
-COPIED = ("setup.py", "pyproject.toml", "LICENSE", "longctx_patch", "cli", "recipes")
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """A wheel built from a copy of the sources, without network."""
-    copy = tmp_path_factory.mktemp("sources")
-    for name in COPIED:
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(source, copy / name)
-    options = ["--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", "wheels"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", ".", *options],
-        cwd=copy,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    (path,) = (copy / "wheels").glob("*.whl")
-    return zipfile.ZipFile(path)
+    return zipfile.ZipFile(build_wheel(tmp_path_factory.mktemp("built")))
 
 
 @pytest.fixture
@@ -52,6 +33,14 @@ def required(wheel: zipfile.ZipFile) -> list[str]:
     (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
     lines = wheel.read(name).decode().splitlines()
     return [line.split(": ", 1)[1] for line in lines if line.startswith("Requires-Dist: ")]
+
+
+def test_what_the_metadata_says(wheel: zipfile.ZipFile) -> None:
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    said = wheel.read(name).decode()
+    assert "\nRequires-Python: >=3.11\n" in said  # pip on 3.10 says so, and installs nothing
+    assert "\nLicense-Expression: Apache-2.0\n" in said
+    assert said.endswith((ROOT / "README.md").read_text("utf-8").strip() + "\n")
 
 
 def test_the_wheel_has_one_package_with_every_module(wheel_names: list[str]) -> None:
@@ -121,3 +110,23 @@ def test_ci_runs_every_suite_and_the_oldest_transformers_that_setup_allows() -> 
     asked = {word for line in re.findall("^make ([^#\n]*)", run, re.M) for word in line.split()}
     assert {"style", "test-all", "test-oldest"} <= asked  # test-all has the tests of `make check`
     assert all((ROOT / path).exists() for path in re.findall(r"(?<= )tests/[\w./]+\b", makefile))
+
+
+def test_the_image_installs_what_exists() -> None:
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    copied = {name for line in lines if line.startswith("COPY") for name in line.split()[1:-1]}
+    assert copied == set(COPIED)
+    sent = (ROOT / ".dockerignore").read_text().split()
+    assert {name.removeprefix("!") for name in sent if name[0] == "!"} == copied
+    (extras,) = re.findall(r'"\.\[(.+)\]"', "\n".join(lines))
+    known = re.findall(r'^        "(\w+)": ', (ROOT / "setup.py").read_text(), re.MULTILINE)
+    assert set(extras.split(",")) <= set(known)
+
+
+def test_whoever_cites_or_reports_names_the_version() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert cited["version"] == longctx_patch.__version__
+    forms = [yaml.safe_load(path.read_text()) for path in (ROOT / ".github").rglob("*.yml")]
+    asked = [str(form["body"]) for form in forms if "body" in form]
+    assert len(asked) == 2
+    assert all("longctx doctor --json" in body for body in asked)
