@@ -6,6 +6,7 @@ cut for another rank or another layout is refused: its numbers could be wrong wi
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
 import torch
@@ -62,43 +63,59 @@ class Cut(NamedTuple):
 _FIRST_LENGTH = len(Cut._fields) + 3
 
 
-class Descriptor(NamedTuple):
+@dataclass(frozen=True)
+class Descriptor:
     """The tensor under `SHARD_KEY`, read."""
 
     cut: Cut
-    length: int
-    """How many tokens the padded row has."""
-    checksums: tuple[int, ...]
-    """A checksum of each whole row's tokens and labels."""
-    documents: tuple[tuple[int, ...], ...]
-    """Lengths of the documents of each row, without its padding."""
+    """Whose tokens of the row the shard has."""
+    documents: Documents
+    """The documents of the padded row (every row of the batch has the same)."""
+    real_lengths: tuple[int, ...]
+    """Tokens of each row of the batch without its padding."""
+    longest: int
+    """Tokens of the longest document of all rows."""
     most_id: int
     """The largest token of all rows, padding included."""
+    checksum: int
+    """Sums what all ranks of a group have alike: everything but whose tokens they have."""
+    key: bytes
+    """Equal for batches of equal rows."""
 
     @classmethod
     def read(cls, shard: Tensor) -> "Descriptor":
-        """Raises ValueError for a tensor that no collator of this version has made."""
+        """Raises ValueError for a tensor that no collator of this version has made, and for rows of
+        which each has documents, and so a mask, of its own."""
+        shard = shard.cpu()
         rows = shard.tolist() if shard.ndim == 2 and shard.shape[1] >= _FIRST_LENGTH else []
         cuts = {Cut(*row[: len(Cut._fields)]) for row in rows}
-        lengths = {row[len(Cut._fields)] for row in rows}
-        if len(cuts) != 1 or len(lengths) != 1 or not next(iter(cuts)).is_possible:
+        padded = {row[len(Cut._fields)] for row in rows}
+        if len(cuts) != 1 or len(padded) != 1 or not next(iter(cuts)).is_possible:
             raise ValueError(
                 f"{SHARD_KEY} {list(shard.shape)} describes no shard: pass the batch of "
                 "SequenceShardCollator unchanged. Batches of two calls can't be joined: give all "
                 "rows to one call."
             )
+        lengths = [tuple(length for length in row[_FIRST_LENGTH:] if length) for row in rows]
+        if len(lengths) > 1 and any(len(row) > 1 for row in lengths):
+            raise ValueError(
+                f"a batch of {len(lengths)} packed rows: rows with documents of their own have "
+                "masks of their own. Give all rows to one call of SequenceShardCollator, which "
+                "joins them, instead of joining its batches."
+            )
         return cls(
             cuts.pop(),
-            lengths.pop(),
-            tuple(row[_FIRST_LENGTH - 2] for row in rows),
-            tuple(tuple(length for length in row[_FIRST_LENGTH:] if length) for row in rows),
-            max(row[_FIRST_LENGTH - 1] for row in rows),
+            Documents.of_row(lengths[0], padded.pop()),
+            tuple(map(sum, lengths)),
+            longest=max((tokens for row in lengths for tokens in row), default=0),
+            most_id=max(row[_FIRST_LENGTH - 1] for row in rows),
+            checksum=zlib.crc32(repr([row[len(Cut._fields) :] for row in rows]).encode()),
+            key=shard.numpy().tobytes(),
         )
 
     @property
-    def checksum(self) -> int:
-        """Sums what all ranks of a group have alike: everything but whose tokens it has."""
-        return zlib.crc32(repr(self[1:]).encode())
+    def has_padding(self) -> bool:
+        return any(length < self.documents.num_tokens for length in self.real_lengths)
 
 
 def describe(

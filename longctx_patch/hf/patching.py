@@ -28,7 +28,7 @@ from longctx_patch.hf.call.temperature import bind_temperature
 from longctx_patch.hf.handle import PatchHandle
 from longctx_patch.hf.layers.checkpointing import LayerCheckpoints
 from longctx_patch.hf.layers.mlp_tiles import bind_mlps
-from longctx_patch.hf.loss.lm_head import LossPasses, bind_head
+from longctx_patch.hf.loss.lm_head import LossPasses
 from longctx_patch.hf.loss.shard_loss import ShardLoss
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.hf.model.sequence_kernels import lacks_convolution
@@ -152,8 +152,6 @@ def _bind(handle: PatchHandle, stock: str) -> None:
     handle._undo.append(_bind_decoder(handle, loss))
     handle._undo.append(transformers_api.bind_loss(handle.model, loss))
     handle._undo.append(loss.close)
-    if handle.config.loss == "chunked":
-        handle._undo.append(bind_head(handle.model, loss))
     handle._undo.append(bind_mixers(handle.model))
     handle._calls.first_step.note_forwards()
     handle._undo.append(bind_temperature(handle.model))

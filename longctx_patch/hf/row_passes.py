@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longctx_patch.data import SHARD_KEY, SequenceShardCollator
+from longctx_patch.data.descriptor import Descriptor
 from longctx_patch.data.stock_rows import LENGTHS, check_lengths_alone
 from longctx_patch.data.whole_rows import (
     READ,
@@ -31,10 +32,9 @@ from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.hf.call import image_rows
 from longctx_patch.hf.call.decoder_call import DecoderCalls, ShardedPass
 from longctx_patch.hf.call.inputs import option_problem, tokens_of
-from longctx_patch.hf.call.row import ShardedRow
 from longctx_patch.hf.call.stock_documents import OF_MASKS, check_one_document
 from longctx_patch.hf.layers.checkpointing import GRADIENTS_IN_EVALUATION
-from longctx_patch.hf.loss.lm_head import LossPasses, computes_scores
+from longctx_patch.hf.loss.lm_head import LossPasses, plain_head
 from longctx_patch.hf.loss.shard_loss import would_have_gradients
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.hf.model.stock_model import input_bias, stock_model
@@ -193,9 +193,9 @@ class RowPasses:
 
     def _request(self, given: Arguments) -> Request:
         request = request_of(given, self._group.config.loss)
-        if request.wanted != "fused" or not computes_scores(self._model):
+        if request.wanted != "fused" or self._group.config.loss != "chunked":
             return request
-        how = self.head_scores()
+        how = None if plain_head(self._model) is None else self.head_scores()
         return request if how is None else request._replace(wanted="scores", scores=how)
 
     def _cut(self, given: Mapping[str, Any], request: Request) -> tuple[Arguments, RowsPass]:
@@ -228,7 +228,7 @@ class RowPasses:
         if not self._of_images or not image_rows.has_images(given):
             return shard, rows
         image_rows.check_images(self._model, given)
-        length = ShardedRow.read(shard[SHARD_KEY]).documents.num_tokens
+        length = Descriptor.read(shard[SHARD_KEY]).documents.num_tokens
         whole, rows = image_rows.whole_inputs(self._model, given, rows, length)
         return shard | whole, rows
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from longctx_patch.data.whole_rows import HeadScores
-from longctx_patch.hf.loss.lm_head import computes_scores
+from longctx_patch.hf.loss.lm_head import plain_head
 
 MOST_ROWS = 2
 """Rows in a forward for which a head that learns keeps gradients of its own, in float32."""
@@ -54,8 +54,9 @@ def head_scores(trainer: Any) -> HeadScores | None:
     The answer is for the trained model and its reference alike, and the same on all processes.
     """
     use = _use(trainer)
-    model = trainer.long_context_handle.model
-    if use is None or not computes_scores(model):
+    handle = trainer.long_context_handle
+    model = handle.model
+    if use is None or handle.config.loss != "chunked" or plain_head(model) is None:
         return None
     learns = any(weight.requires_grad for weight in model.get_output_embeddings().parameters())
     by_row = learns and use.alike == "row"

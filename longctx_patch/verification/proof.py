@@ -16,11 +16,11 @@ from torch import Tensor
 
 from longctx_patch.config import LongContextConfig
 from longctx_patch.data import SHARD_KEY, SequenceShardCollator
+from longctx_patch.data.descriptor import Descriptor
 from longctx_patch.families.checks import check_model_config
 from longctx_patch.families.family import ROUTER
 from longctx_patch.families.supported import FAMILIES
 from longctx_patch.families.text_part import text_part
-from longctx_patch.hf.call.row import ShardedRow
 from longctx_patch.hf.handle import PatchHandle
 from longctx_patch.hf.patching import patch
 from longctx_patch.plans.traffic import Traffic
@@ -153,7 +153,7 @@ def _run_case(
     handle = patch(model, on_cpu(config))
     collate = SequenceShardCollator(handle.config, group_rank=handle.group_rank, pad_token_id=0)
     batch = collate(rows)
-    documents = ShardedRow.read(batch[SHARD_KEY]).documents
+    documents = Descriptor.read(batch[SHARD_KEY]).documents
     with torch.no_grad():  # a pass with labels may return no logits
         unlabelled = {name: value for name, value in batch.items() if "labels" not in name}
         logits_error = _logits_error(handle, documents, model(**unlabelled).logits, rows, reference)

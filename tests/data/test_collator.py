@@ -53,10 +53,9 @@ def put_together(
         for rank in range(config.sequence_degree)
     ]
     said = [Descriptor.read(batch["longctx_shard"]) for batch in batches]
-    _, length, _, (lengths,), _ = said[0]
-    assert all(descriptor[1:] == said[0][1:] for descriptor in said)
+    documents = said[0].documents
+    assert all((it.documents, it.checksum) == (documents, said[0].checksum) for it in said)
     assert len({batch["input_ids"].shape for batch in batches}) == 1  # equal shards
-    documents = Documents.of_row(lengths, length)
     layout = place(
         config.placement_of(documents),
         documents,

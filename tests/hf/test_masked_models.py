@@ -195,7 +195,7 @@ def shards_step(
 def refusals(handle: PatchHandle, model: Any, rank: int) -> None:
     """A model patched without a mask refuses on every rank, before anything is sent."""
     packed = collated(handle, packed_rows((3, 9, 1, 11)))
-    layout = handle.group.layout(Descriptor.read(packed["longctx_shard"]).length)
+    layout = handle.group.layout(Descriptor.read(packed["longctx_shard"]).documents)
     whole_positions = layout.positions(handle.group_rank)[None]
     local_positions = torch.arange(packed["input_ids"].shape[1])[None]
 

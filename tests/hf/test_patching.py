@@ -1,5 +1,6 @@
 """Patching binds one model, refuses what it can't do before any change, and can be undone."""
 
+import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,10 +16,13 @@ from longctx_patch import (
     PatchHandle,
     SequenceShardCollator,
     UnsupportedModelError,
+    attention,
     patch,
 )
 from longctx_patch.families.checks import check_model_config
+from longctx_patch.families.facts import ModelFacts
 from longctx_patch.hf import patching
+from longctx_patch.kernels.backends.torch_cpu import TorchCpuKernel
 from longctx_patch.sequence.masks import bidirectional
 from tests.harness import run_distributed
 from tests.hf.steps import collated
@@ -299,7 +303,8 @@ def check_two_models(rank: int) -> None:
 
 def check_one_meeting(rank: int) -> None:
     """All that ranks compare of a forward they compare at once, since each meeting waits for the
-    slowest of them; what one rank can't even read ends no rank alone."""
+    slowest of them, and make no facts of the config for it; what one rank can't even read ends no
+    rank alone."""
     model, handle, shard = of_two_ranks()
     ids = torch.tensor([row["input_ids"] for row in token_rows(16)])
     rows = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
@@ -311,6 +316,7 @@ def check_one_meeting(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patched:
         meet = Mock(side_effect=handle.group.everyone.all_gather_numbers)
         patched.setattr(handle.group.everyone, "all_gather_numbers", meet)
+        patched.setattr(ModelFacts, "of", None)
         for batch in (rows, packed, rows | {"num_items_in_batch": 60}, shard, unlabelled):
             model(**batch)
         assert meet.call_count == 5
@@ -324,8 +330,31 @@ def check_one_meeting(rank: int) -> None:
         model(**shard | ({"longctx_shard": "a shard"} if rank else {}))
 
 
+def check_the_way_to_the_kernel(rank: int) -> None:
+    """Few functions of ours stand between a caller's queries and the first kernel, and none that
+    chooses."""
+    model, handle, shard = of_two_ranks()
+    ways: list[list[str]] = []
+    forward = TorchCpuKernel.forward
+
+    def kernel(self: Any, *args: Any, **options: Any) -> Any:
+        files = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)]
+        ours = [file.split("/longctx_patch/")[1] for file in files if "/longctx_patch/" in file]
+        ways.append([file for file in ours if file != "transport/processes.py"])
+        return forward(self, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(TorchCpuKernel, "forward", kernel)
+        model(**shard)
+        attention(*torch.randn(3, 1, 8, 4, 8), group=handle.group)
+    for way in (ways[0], ways[-1]):
+        assert len(way) <= 20, way
+        assert not any(file.startswith(("planner/", "plans/")) for file in way)
+
+
 CHECKS = (
     check_one_meeting,
+    check_the_way_to_the_kernel,
     check_refused_on_every_rank,
     check_shards_of_another_place,
     check_ranks_that_differ,

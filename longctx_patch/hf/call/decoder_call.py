@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from longctx_patch.data import SHARD_KEY
+from longctx_patch.data.descriptor import Descriptor
 from longctx_patch.data.whole_rows import RowsPass
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.families.checks import UnsupportedModelError, adapter_problem
@@ -28,7 +29,7 @@ from longctx_patch.hf.call.inputs import (
     wants_router_logits,
 )
 from longctx_patch.hf.call.mixer_kernels import Countable
-from longctx_patch.hf.call.row import MaskFactory, ShardedRow, made_mask
+from longctx_patch.hf.call.row import MaskFactory, check_place, made_mask
 from longctx_patch.hf.call.sharded import LayerKind, ShardedCall
 from longctx_patch.hf.call.stock_documents import check_one_document
 from longctx_patch.hf.layers.checkpointing import LayerCheckpoints
@@ -57,7 +58,7 @@ class ShardedPass(SimpleNamespace):
     """A forward pass over a shard, which goes in the place of `longctx_shard` once all ranks of the
     group have accepted it. Not a dataclass or tuple: FSDP searches those for tensors."""
 
-    row: ShardedRow
+    row: Descriptor
     positions: Tensor
     """`[L]`: positions of this rank's tokens in their documents, by the layout."""
     num_rows: int
@@ -124,8 +125,8 @@ class DecoderCalls:
         Raises ValueError for a batch that this rank can't compute with.
         """
         given = dict(given)
-        row, tokens = ShardedRow.read(given.pop(SHARD_KEY)), tokens_of((), given)
-        row.check_place(self.group)
+        row, tokens = Descriptor.read(given.pop(SHARD_KEY)), tokens_of((), given)
+        check_place(row, self.group)
         positions = row.documents.positions(self._held(row, tokens.device))
         routed = wants_router_logits(self.decoder, given)
         problem = (
@@ -213,7 +214,7 @@ class DecoderCalls:
         """Make the plans of a batch that is to come. A batch that can't be used is skipped: its
         forward pass raises the error, on all ranks."""
         try:
-            row = ShardedRow.read(shard)
+            row = Descriptor.read(shard)
             mask = self._mask(row)
         except ValueError:
             return
@@ -290,11 +291,11 @@ class DecoderCalls:
                 "fewer tokens at a time."
             )
 
-    def _held(self, row: ShardedRow, device: torch.device) -> Tensor:
+    def _held(self, row: Descriptor, device: torch.device) -> Tensor:
         """Places in the row of this rank's tokens."""
         return self.group.layout(row.documents).positions(self.group.group_rank, device)
 
-    def _mask(self, row: ShardedRow, spans: Spans = ()) -> Mask | None:
+    def _mask(self, row: Descriptor, spans: Spans = ()) -> Mask | None:
         """The user's mask of a row; or that of images whose tokens see each other, at `spans`."""
         if not spans:
             return None if self.mask is None else made_mask(self.mask, row)

@@ -8,13 +8,13 @@ does to the sum has no effect, since the loss has applied it already (`LogitsRul
 turns the sum into this rank's loss. Every other pass runs the stock head.
 
 Where PEFT trains the head as a whole (`modules_to_save`), its copy is the head. A head that is not
-a plain `nn.Linear`, has a forward hook, or is no longer the module that was bound (PEFT wraps it to
-train it by LoRA), runs as it is: the loss then comes from full logits, and is as exact. Under
-`loss="chunked"` these logits are still dropped from the outputs.
+a plain `nn.Linear`, has a forward hook, or is wrapped by PEFT to train it by LoRA, runs as it is:
+the loss then comes from full logits, and is as exact. Under `loss="chunked"` these logits are still
+dropped from the outputs.
 """
 
 from collections.abc import Callable, Mapping
-from types import MethodType
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,13 +25,9 @@ from longctx_patch.families.facts import text_config
 from longctx_patch.families.family import LogitsRule
 from longctx_patch.families.supported import FAMILIES
 from longctx_patch.hf.call.decoder_call import ShardedPass
-from longctx_patch.hf.call.gather import chosen_tokens
+from longctx_patch.hf.call.gather import ChosenTokens, chosen_tokens
 from longctx_patch.hf.loss.shard_loss import LossPass, ShardLoss
-from longctx_patch.hf.loss.token_head import (
-    StandIn,
-    TokenFields,
-    begin_chosen,
-)
+from longctx_patch.hf.loss.token_head import StandIn, TokenFields
 from longctx_patch.loss.law import IGNORE_INDEX
 from longctx_patch.loss.linear_cross_entropy import linear_cross_entropy, linear_scores
 
@@ -44,7 +40,7 @@ class LossPasses:
 
     def __init__(self, model: PreTrainedModel, loss: ShardLoss) -> None:
         self.loss = loss
-        self._model, self._stand_in = model, StandIn(model)
+        self._model, self._stand_in = model, StandIn()
         self._keeps_logits = loss.group.config.loss == "logits"
         """Whether a pass with labels returns its logits."""
 
@@ -58,20 +54,52 @@ class LossPasses:
     def open(self, found: ShardedPass) -> None:
         """Begin a pass that all ranks have accepted."""
         rows = found.rows
-        wanted = "loss" if rows is None else rows.wanted
-        of_labels = wanted in ("log_probs", "top1")
-        self.loss.current = current = _with_labels(found)
-        if current is not None and (of_labels or not self._keeps_logits):
-            current.look_up()
-        if current is not None and rows is not None and wanted == "scores":
-            current.wants, current.how = wanted, rows.scores
-        if current is not None and of_labels:
-            current.wants, current.with_top1 = "log_probs", wanted == "top1"
-            _begin_log_probs(self._stand_in, current, self._model, self.loss.num_words)
         if rows is not None and rows.columns is not None:
             group = self.loss.group
-            chosen = chosen_tokens(rows, group.layout(found.row.documents))
-            begin_chosen(self._stand_in, chosen[group.group_rank])
+            chosen = chosen_tokens(rows, group.layout(found.row.documents))[group.group_rank]
+            self._stand_in.begin(
+                self._model.get_output_embeddings(), partial(_chosen_logits, chosen)
+            )
+        if found.num_labels is None or found.shift_labels is None:
+            return
+        current = LossPass(found.shift_labels, found.num_labels, found.group_labels)
+        self.loss.current = current
+        if rows is not None and rows.wanted in ("log_probs", "top1"):
+            current.wants, current.with_top1 = "log_probs", rows.wanted == "top1"
+            current.look_up()
+            if not _has_hooks_on_logits(self._model):
+                self._stand_in.begin(self._model.get_output_embeddings(), self._log_probs)
+        elif not self._keeps_logits:
+            if rows is not None and rows.wanted == "scores":
+                current.wants, current.how = "scores", rows.scores
+            current.look_up()
+            if (head := plain_head(self._model)) is not None:
+                self._stand_in.begin(head, self._loss_of)
+
+    def _log_probs(self, own: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        current, (softcap, scale) = self._current()
+        return current.compute_log_probs(
+            own, hidden, num_words=self.loss.num_words, softcap=softcap, scale=scale
+        )
+
+    def _loss_of(self, _: object, hidden: Tensor) -> Tensor:
+        """Returns what the plain head makes in place of logits."""
+        head: Any = running_head(self._model)
+        current, (softcap, scale) = self._current()
+        if current.wants == "scores":
+            current.scores = _scores(head, hidden, current, softcap, scale)
+            current.log_probs = log_probs = current.scores["log_probs"]
+            return log_probs
+        current.token_sum = _token_sum(head, hidden, current, softcap, scale)
+        return current.token_sum
+
+    def _current(self) -> tuple[LossPass, tuple[float | None, float]]:
+        """Returns the pass under way, and what the model does to its logits."""
+        current = self.loss.current
+        assert current is not None
+        rule = FAMILIES[self._model.config.model_type].logits
+        current.sum_is_handed_on = rule is None
+        return current, _softcap_and_scale(rule, self._model)
 
     def close(self, rows: RowsPass | None, outputs: Any) -> Any:
         """Returns the model's answer in place of its outputs; None if its forward has failed."""
@@ -90,12 +118,6 @@ class LossPasses:
         return outputs if self._keeps_logits else _without(current.logits, outputs)
 
 
-def _with_labels(found: ShardedPass) -> LossPass | None:
-    if found.num_labels is None or found.shift_labels is None:
-        return None
-    return LossPass(found.shift_labels, found.num_labels, found.group_labels)
-
-
 _LOSS_WAS_REPLACED = (
     "the model made a loss of a shard by itself, which is not that of the whole row: its forward "
     "or its loss_function was replaced, as Liger Kernel's fused loss and TRL's fused head do. "
@@ -104,63 +126,9 @@ _LOSS_WAS_REPLACED = (
 )
 
 
-def _begin_log_probs(
-    stand_in: StandIn, current: LossPass, model: PreTrainedModel, num_words: int
-) -> None:
-    """Let the head compute log-probabilities, unless a hook wants to see all logits."""
-    if _has_hooks_on_logits(model):
-        return
-    rule = FAMILIES[model.config.model_type].logits
-    softcap, scale = _softcap_and_scale(rule, model)
-    current.sum_is_handed_on = rule is None
-
-    def forward(own: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-        return current.compute_log_probs(
-            own, hidden, num_words=num_words, softcap=softcap, scale=scale
-        )
-
-    stand_in.begin(forward)
-
-
-def bind_head(model: PreTrainedModel, loss: ShardLoss) -> Callable[[], None]:
-    """Let the head compute the loss of passes that are open; return a function that undoes it.
-
-    The instance gets its own forward, as a method. A copy of the module gets a copy of the method,
-    which sees whether its module is the head now.
-    """
-    rule = FAMILIES[model.config.model_type].logits
-
-    def forward(self: nn.Linear, hidden: Tensor) -> Tensor:
-        current = loss.current
-        if current is None or current.wants == "log_probs":
-            return type(self).forward(self, hidden)
-        if self is not running_head(model) or _has_hooks_on_logits(model):
-            return type(self).forward(self, hidden)
-        softcap, scale = _softcap_and_scale(rule, model)
-        current.sum_is_handed_on = rule is None
-        if current.wants == "scores":
-            current.scores = _scores(self, hidden, current, softcap, scale)
-            current.log_probs = log_probs = current.scores["log_probs"]
-            return log_probs
-        current.token_sum = _token_sum(self, hidden, current, softcap, scale)
-        return current.token_sum
-
-    heads = [head for head in _possible_heads(model) if _can_be_bound(head)]
-    for head in heads:
-        vars(head)["forward"] = MethodType(forward, head)
-
-    def restore() -> None:
-        for head in heads:
-            if getattr(vars(head).get("forward"), "__func__", None) is forward:
-                del vars(head)["forward"]
-
-    return restore
-
-
-def _can_be_bound(head: nn.Module) -> bool:
-    own = vars(head).get("forward")  # PEFT may have copied our own
-    is_linear = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
-    return is_linear and (own is None or own.__module__ == __name__)
+def _chosen_logits(chosen: ChosenTokens, own: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    """Makes the logits of a rank's chosen tokens alone, `[1, tokens, V]`."""
+    return own(hidden.flatten(0, 1).index_select(0, chosen.mine.to(hidden.device))[None])
 
 
 def running_head(model: PreTrainedModel) -> nn.Module:
@@ -172,14 +140,6 @@ def running_head(model: PreTrainedModel) -> nn.Module:
     return copies[active[0]] if active else head.original_module
 
 
-def _possible_heads(model: PreTrainedModel) -> list[nn.Module]:
-    """The head, or its original and the copies that adapters of PEFT train."""
-    head = model.get_output_embeddings()
-    if not isinstance(copies := getattr(head, "modules_to_save", None), nn.ModuleDict):
-        return [head]
-    return [head.original_module, *copies.values()]
-
-
 def _has_hooks_on_logits(model: PreTrainedModel) -> bool:
     """Says whether a hook may change what the head returns; FSDP's hooks change no value."""
     heads = {model.get_output_embeddings(), running_head(model)}
@@ -187,12 +147,13 @@ def _has_hooks_on_logits(model: PreTrainedModel) -> bool:
     return any(not str(hook.__module__).startswith("torch.distributed.") for hook in hooks)
 
 
-def computes_scores(model: PreTrainedModel) -> bool:
-    """Says whether the head is bound, so that it computes losses of a pass itself."""
+def plain_head(model: PreTrainedModel) -> nn.Module | None:
+    """Returns the head where all that it does is to multiply by its weight, and nothing asks for
+    its logits; else None."""
     head = running_head(model)
-    own = vars(head).get("forward")
-    is_bound = isinstance(own, MethodType) and own.__module__ == __name__ and own.__self__ is head
-    return is_bound and not _has_hooks_on_logits(model)
+    is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+    is_plain = is_plain and "forward" not in vars(head) and not _has_hooks_on_logits(model)
+    return head if is_plain else None
 
 
 def _token_sum(

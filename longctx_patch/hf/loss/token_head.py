@@ -1,19 +1,15 @@
 """A head that returns something else than logits of all tokens, in one pass.
 
 Under FSDP2 the head's whole weight exists only while the head itself runs, so its instance gets
-another forward for the time of the pass. Unlike the loss inside the head (`lm_head.py`) this goes
-for every kind of head, adapters around it included: the stand-in calls the head's own forward.
+another forward for the time of the pass.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
 
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 from transformers.utils import ModelOutput
-
-from longctx_patch.hf.call.gather import ChosenTokens
 
 
 @dataclass
@@ -38,13 +34,13 @@ class TokenFields(ModelOutput):
 class StandIn:
     """Another forward for a model's head, until `end`."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
+    def __init__(self) -> None:
         self._end: Callable[[], None] | None = None
 
-    def begin(self, forward: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]) -> None:
+    def begin(
+        self, head: nn.Module, forward: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
+    ) -> None:
         """Run the head as `forward(own, hidden)`, where `own` is its own forward."""
-        head = self._model.get_output_embeddings()
         own, before = head.forward, vars(head).get("forward")
         vars(head)["forward"] = MethodType(lambda _, hidden: forward(own, hidden), head)
 
@@ -60,13 +56,3 @@ class StandIn:
         end, self._end = self._end, None
         if end is not None:
             end()
-
-
-def begin_chosen(stand_in: StandIn, chosen: ChosenTokens) -> None:
-    """Let the head make the logits of a rank's chosen tokens alone, `[1, tokens, V]`."""
-
-    def forward(own: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-        mine = chosen.mine.to(hidden.device)
-        return own(hidden.flatten(0, 1).index_select(0, mine)[None])
-
-    stand_in.begin(forward)
