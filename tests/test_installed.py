@@ -83,6 +83,5 @@ def test_readmes_script_gives_the_loss_of_one_process(run: Run, tmp_path: Path) 
     file.write_text(script.replace(HUB, str(tmp_path / "model")))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     said = run("python", *launcher, file)
-    losses = [float(loss) for loss in re.findall(r"^\d\.\d+$", said, re.MULTILINE)]
-    assert losses[0] == pytest.approx(alone, rel=1e-6)
-    assert losses[2] < losses[1] < losses[0]
+    (loss,) = re.findall(r"^\d\.\d+$", said, re.MULTILINE)
+    assert float(loss) == pytest.approx(alone, rel=1e-6)

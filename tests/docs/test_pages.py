@@ -18,6 +18,7 @@ from longctx_patch.kernels import available
 from longctx_patch.memory.policies import POLICIES
 from longctx_patch.plans.generators.table import PLANS
 from longctx_patch.recipes.settings import FIELD_TYPES
+from longctx_patch.rules.versions import REQUIRED
 from tests.docs.pages import PAGES, ROOT, name_of
 from tests.test_layering import IMPORTS, MODULES, PACKAGE
 
@@ -50,8 +51,11 @@ def options_of(command: str) -> set[str]:
     return found.union(*map(options_of, longctx.commands))
 
 
-def test_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= MOST_LINES
+def test_readme_is_short_and_its_badges_are_true() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= MOST_LINES
+    for name in ("torch", "transformers"):
+        assert f"![{name} {' to '.join(REQUIRED[name])}](" in text
 
 
 @by_page
