@@ -213,4 +213,5 @@ def describe(workload: Workload, hardware: Hardware) -> str:
     seen = f", {len(workload.lengths)} documents" if len(workload.lengths) > 1 else ""
     seen += f", a window of {workload.window:,}" if workload.window else ""
     on = f"{hardware.name} with {hardware.kernels.of(workload.head_dim).kernel}"
+    on += f" ({hardware.note})" if hardware.note else ""
     return f"{batch}{workload.num_tokens:,} tokens{seen}, {heads}, bfloat16, {on}"

@@ -26,7 +26,9 @@ from longctx_patch.sequence.placement import place
 GPUS_PER_NODE = 8
 """GPUs of a machine, where nothing else is said."""
 
-HardwareName = Literal["h200", "h100", "a100", "a100-40"]
+HardwareName = Literal[
+    "h200", "h100", "a100", "a100-40", "l40s", "a6000", "rtx6000-ada", "rtx5090", "rtx4090"
+]
 LossName = Literal["chunked", "logits"]
 KvExchange = Literal["auto", "heads", "latent"]
 

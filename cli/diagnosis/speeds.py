@@ -128,7 +128,7 @@ def check_link_speed(found: Gpus, speeds: Speeds) -> Check:
 def _known_link(found: Gpus) -> float:
     """Bytes per second of NVLink between these GPUs; NaN where one of them is not known."""
     machines = [machine_of(gpu.name, gpu.total_bytes) for gpu in found.seen]
-    return min(m.intra_node.bandwidth if m else nan for m in machines)
+    return min(m.intra_node.bandwidth if m and m.is_measured else nan for m in machines)
 
 
 def _slow_of_kinds(gpus: Sequence[Gpu], rates: Sequence[float], known: str) -> Iterator[Slow]:
@@ -136,7 +136,8 @@ def _slow_of_kinds(gpus: Sequence[Gpu], rates: Sequence[float], known: str) -> I
     for name in dict.fromkeys(gpu.name for gpu in gpus):
         numbers = [number for number, gpu in enumerate(gpus) if gpu.name == name]
         machine = machine_of(name, gpus[numbers[0]].total_bytes)
-        rate = nan if machine is None else float(getattr(machine, known))
+        is_known = machine is not None and machine.is_measured
+        rate = float(getattr(machine, known, nan)) if is_known else nan
         for each in slow_ones([rates[number] for number in numbers], rate, f"an {name}"):
             yield replace(each, index=numbers[each.index])
 

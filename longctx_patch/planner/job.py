@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from longctx_patch.memory.policies import LayerPolicy
@@ -21,7 +21,7 @@ class Parts:
 
     def parts(self) -> dict[str, float]:
         """Each part by its name."""
-        return asdict(self)
+        return dict(vars(self))
 
     @property
     def total(self) -> float:

@@ -63,6 +63,20 @@ class KernelRates:
             return self.forward_causal if causal else self.forward_full
         return self.backward_causal if causal else self.backward_full
 
+    def scaled(self, share: float) -> "KernelRates":
+        """Returns those of a GPU that computes at `share` of this one's rate."""
+
+        def slower(rate: KernelRate) -> KernelRate:
+            return replace(rate, peak_flops=share * rate.peak_flops)
+
+        return replace(
+            self,
+            forward_full=slower(self.forward_full),
+            forward_causal=slower(self.forward_causal),
+            backward_full=slower(self.backward_full),
+            backward_causal=slower(self.backward_causal),
+        )
+
 
 @dataclass(frozen=True)
 class RecurrentRates:
@@ -109,6 +123,10 @@ class Hardware:
     """
 
     name: HardwareName
+    device: str
+    """Words of the GPU's name as torch reports it, in lower case."""
+    is_measured: bool = True
+    """Whether rates are measured or published; otherwise they are assumed by the data sheet."""
     memory_bytes: float
     """Memory of a GPU as torch reports it."""
     kernels: KernelRates
@@ -143,6 +161,11 @@ class Hardware:
     """Bytes per second of pinned copies to the host while all GPUs of the node copy."""
     host_in_bandwidth: float
     """Bytes per second of pinned copies from the host while all GPUs of the node copy."""
+
+    @property
+    def note(self) -> str:
+        """What a reader of a prediction has to know of its rates; empty where they are known."""
+        return "" if self.is_measured else "rates by data sheet, not measured"
 
     def kernel_seconds(
         self,
@@ -235,6 +258,7 @@ _A100_RECURRENT = RecurrentRates(
 # matrix products are scaled by data sheets.
 _H200 = Hardware(
     name="h200",
+    device="h200",
     memory_bytes=139.8 * GIB,
     kernels=_FLASH_ATTN_4,
     matmul_flops=685e12,
@@ -258,6 +282,7 @@ _H200 = Hardware(
 _H100 = replace(
     _H200,
     name="h100",
+    device="h100",
     memory_bytes=79.1 * GIB,
     copy_bandwidth=3.0e12,
     add_bandwidth=2.0e12,
@@ -266,6 +291,7 @@ _H100 = replace(
 _A100 = replace(
     _H200,
     name="a100",
+    device="a100",
     memory_bytes=79.2 * GIB,
     kernels=_FLASH_ATTN_2,
     matmul_flops=230e12,
@@ -281,13 +307,86 @@ _A100 = replace(
 )
 _A100_40 = replace(_A100, name="a100-40", memory_bytes=39.4 * GIB)
 
-MACHINES: Mapping[str, Hardware] = MappingProxyType(
-    {hardware.name: hardware for hardware in (_H200, _H100, _A100, _A100_40)}
-)
-"""Nodes of 8 GPUs with NVLink and 8 NICs (200 Gbit/s for the A100, 400 for the others), each with
-the kernel that every command predicts by."""
+_A100_SHEET_BANDWIDTH = 2.039e12
+_PCIE_4 = 31.5e9
+"""Bytes per second, each way, of 16 lanes of PCIe 4, by which the A100 copies to its host."""
 
-_SLOWER_CARDS = ("pcie", "nvl")
+
+def _card(
+    name: HardwareName,
+    device: str,
+    *,
+    memory_gib: float,
+    peak_flops: float,
+    bandwidth: float,
+    pcie: float = _PCIE_4,
+) -> Hardware:
+    """A card without NVLink, by its data sheet.
+
+    Assumed: of the data sheet's rates, matrix products, attention (flash-attn 2), recurrences,
+    passes over memory and copies to the host reach the A100's share. Messages between cards go
+    through the host's memory at a third of PCIe's rate, and the machine has one port of 100 Gbit/s.
+
+    Args:
+        memory_gib: as torch reports it, with error correction where the card has it.
+        peak_flops: dense bfloat16 with sums in float32.
+        bandwidth: of the memory, in bytes per second.
+        pcie: bytes per second each way.
+    """
+    flops, memory, host = (
+        peak_flops / _A100.peak_flops,
+        bandwidth / _A100_SHEET_BANDWIDTH,
+        pcie / _PCIE_4,
+    )
+    recurrent = _A100_RECURRENT
+    return replace(
+        _A100,
+        name=name,
+        device=device,
+        is_measured=False,
+        memory_bytes=memory_gib * GIB,
+        kernels=_FLASH_ATTN_2.scaled(flops),
+        matmul_flops=flops * _A100.matmul_flops,
+        peak_flops=peak_flops,
+        recurrent=replace(
+            recurrent,
+            delta_rule=flops * recurrent.delta_rule,
+            delta_rule_by_channel=flops * recurrent.delta_rule_by_channel,
+            state_space=flops * recurrent.state_space,
+        ),
+        copy_bandwidth=memory * _A100.copy_bandwidth,
+        add_bandwidth=memory * _A100.add_bandwidth,
+        merge_bandwidth=memory * _A100.merge_bandwidth,
+        intra_node=Link(pcie / 3, 30e-6),
+        inter_node=Link(12.5e9 / GPUS_PER_NODE, 50e-6),
+        host_out_bandwidth=host * _A100.host_out_bandwidth,
+        host_in_bandwidth=host * _A100.host_in_bandwidth,
+    )
+
+
+# NVIDIA's data sheets, and the white papers of GeForce cards, whose tensor cores sum in float32 at
+# half the rate that headlines have.
+_CARDS = (
+    _card("l40s", "l40s", memory_gib=44.4, peak_flops=362e12, bandwidth=0.864e12),
+    _card("a6000", "rtx a6000", memory_gib=44.4, peak_flops=154.8e12, bandwidth=0.768e12),
+    _card("rtx6000-ada", "rtx 6000 ada", memory_gib=44.4, peak_flops=364e12, bandwidth=0.96e12),
+    _card(
+        *("rtx5090", "rtx 5090"),
+        memory_gib=31.4,
+        peak_flops=209.5e12,
+        bandwidth=1.792e12,
+        pcie=2 * _PCIE_4,
+    ),
+    _card("rtx4090", "rtx 4090", memory_gib=23.6, peak_flops=165.2e12, bandwidth=1.008e12),
+)
+
+MACHINES: Mapping[str, Hardware] = MappingProxyType(
+    {hardware.name: hardware for hardware in (_H200, _H100, _A100, _A100_40, *_CARDS)}
+)
+"""Machines of up to 8 GPUs, each with the kernel that every command predicts by. All but cards have
+NVLink and 8 NICs (200 Gbit/s for the A100, 400 for the others)."""
+
+_SLOWER_CARDS = ("pcie", "nvl", "laptop", "d")
 """Words in the names of cards with the same chip, less power and other links."""
 
 
@@ -299,7 +398,8 @@ def machine_of(name: str, memory_bytes: float) -> Hardware | None:
         return None
     near = (
         machine
-        for known, machine in MACHINES.items()
-        if known.split("-")[0] in words and abs(machine.memory_bytes / memory_bytes - 1) < 0.1
+        for machine in MACHINES.values()
+        if f" {machine.device} " in f" {' '.join(words)} "
+        and abs(machine.memory_bytes / memory_bytes - 1) < 0.1
     )
     return next(near, None)

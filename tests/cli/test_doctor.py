@@ -106,7 +106,15 @@ def test_nodes_are_named_where_there_are_several() -> None:
         ("NVIDIA H100 80GB HBM3", 79.2, "longctx plan MODEL --gpus 4xH100 --max-seq-len"),
         ("NVIDIA A100-SXM4-40GB", 39.4, "longctx plan MODEL --gpus 4xA100-40 --max-seq-len"),
         ("NVIDIA A100-SXM4-80GB", 79.2, "longctx plan MODEL --gpus 4xA100 --max-seq-len"),
-        ("NVIDIA L40S", 44.5, "longctx patch MODEL --seq-len 32768 --gpus 4 --data texts/"),
+        ("NVIDIA L40S", 44.5, "longctx plan MODEL --gpus 4xL40S --max-seq-len"),
+        ("NVIDIA RTX A6000", 47.5, "longctx plan MODEL --gpus 4xA6000 --max-seq-len"),
+        (
+            *("NVIDIA RTX 6000 Ada Generation", 47.5),
+            "longctx plan MODEL --gpus 4xRTX6000-ADA --max-seq-len",
+        ),
+        ("NVIDIA GeForce RTX 4090", 23.6, "longctx plan MODEL --gpus 4xRTX4090 --max-seq-len"),
+        ("NVIDIA GeForce RTX 4090 D", 23.6, "longctx patch MODEL --seq-len 32768 --gpus 4"),
+        ("NVIDIA L4", 22.0, "longctx patch MODEL --seq-len 32768 --gpus 4 --data texts/"),
         ("NVIDIA H100 PCIe", 79.2, "longctx patch MODEL --seq-len 32768 --gpus 4 --data texts/"),
     ],
 )

@@ -45,7 +45,7 @@ def test_json_has_these_keys(run: Run, llama_8b: Path) -> None:
     found = planned(run, llama_8b, "--gpus", "4xH200", "--seq-len", "1M", "--full")
     assert set(found) == {
         *("model", "gpus", "seq_len", "rows_per_step", "left_out", "candidates", "max_seq_len"),
-        "recurrent_layers",
+        *("recurrent_layers", "note"),
     }
     assert found["recurrent_layers"] == 0
     assert (found["rows_per_step"], found["left_out"]) == (None, {})

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from longctx_patch.planner.job import gpus_together, parse_cluster
-from longctx_patch.planner.machines import MACHINES
+from longctx_patch.planner.machines import GIB, MACHINES
+from longctx_patch.plans import Direction
 from tests.planner.jobs import llama_job, result_of
 
 
@@ -19,6 +20,7 @@ from tests.planner.jobs import llama_job, result_of
         ("3XA100", 3, "a100"),
         ("2xa100-40", 2, "a100-40"),
         ("64xH100", 64, "h100"),
+        ("2xRTX6000-Ada", 2, "rtx6000-ada"),
     ],
 )
 def test_a_number_and_a_kind(text: str, count: int, name: str) -> None:
@@ -26,6 +28,34 @@ def test_a_number_and_a_kind(text: str, count: int, name: str) -> None:
     assert (cluster.num_gpus, cluster.hardware) == (count, MACHINES[name])
     assert cluster.gpus_per_node == min(count, 8)
     assert str(cluster) == f"{count}x{name.upper()}"
+
+
+@pytest.mark.parametrize(
+    ("name", "peak", "bandwidth", "gib"),
+    [
+        ("l40s", 362, 864, 48),
+        ("a6000", 154.8, 768, 48),
+        ("rtx6000-ada", 364, 960, 48),
+        ("rtx5090", 209.5, 1792, 32),  # float32 sums at half the rate, as on the 4090
+        ("rtx4090", 165.2, 1008, 24),
+    ],
+)
+def test_cards_have_the_numbers_of_their_data_sheets(
+    name: str, peak: float, bandwidth: float, gib: int
+) -> None:
+    """And the A100's share of them, which is said where they are used."""
+    card, a100 = MACHINES[name], MACHINES["a100"]
+    assert card.peak_flops == peak * 1e12
+    assert 0.91 < card.memory_bytes / GIB / gib < 0.99
+    assert card.copy_bandwidth / bandwidth == pytest.approx(a100.copy_bandwidth / 2039)
+    share = card.peak_flops / a100.peak_flops
+    assert card.matmul_flops == pytest.approx(share * a100.matmul_flops)
+    for direction in Direction:
+        ours = card.kernels.rate(direction, causal=True).peak_flops
+        assert ours == pytest.approx(share * a100.kernels.rate(direction, causal=True).peak_flops)
+    assert card.intra_node.bandwidth < a100.intra_node.bandwidth / 5  # no NVLink
+    assert (card.note, a100.note) == ("rates by data sheet, not measured", "")
+    assert card.recurrent.source("delta rule") == "estimated"
 
 
 @pytest.mark.parametrize(
