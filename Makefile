@@ -16,6 +16,7 @@
 #                                 against greedy decoding: before a release
 #   make pictures   draw each picture of docs/schedules again
 #   make docs       write the generated pages of docs/reference
+#   make site       build the site of README and docs/ in build/site; it must have no broken link
 #   make notebook   run the notebook of examples/ and write what its cells show
 #   make wheel      the source archive and the wheel of a release, in dist/
 #   make check      formatting, lint, types, layers, generated pages
@@ -29,6 +30,7 @@ TORCH ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SITE_STAMP := $(VENV)/.site
 # Not tests/trainer/test_checkpoints.py: 5.17 can't resume on several CPU processes, with any model.
 OLDEST := transformers==5.17.0
 OLDEST_VENV := .venv-oldest
@@ -155,6 +157,14 @@ pictures: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python docs/make_reference.py
+
+site: $(SITE_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo build/site/index.html
+
+$(SITE_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --no-compile -e ".[site]"
+	@touch $@
 
 notebook: $(STAMP)
 	$(BIN)/python -m docs.make_notebook

@@ -102,6 +102,7 @@ setup(
         # Gated delta rules (Qwen3.5). tilelang has the kernel that is right on Hopper GPUs.
         "fla": ["flash-linear-attention>=0.6", "tilelang>=0.1.9"],
         "liger": ["liger-kernel>=0.8.5"],
+        "site": ["mkdocs>=1.6,<2", "mkdocs-material>=9.7,<10"],  # `make site`
         "4bit": FOUR_BITS,
         "trl": TRL,
     },
