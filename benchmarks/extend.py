@@ -72,8 +72,21 @@ WORDINGS = (
         "What is the value that was chosen for {thing} in the text above? "
         "The value that was chosen for {thing} in the text above is {code}.",
     ),
+    (
+        "For {thing}, somebody wrote down {code}.",
+        "What did somebody write down for {thing}, as this text tells? "
+        "What somebody wrote down for {thing}, as this text tells, is {code}.",
+    ),
+    (
+        "{thing}: {code} is kept under this name.",
+        "The number that is kept under the name {thing} in all of this is {code}.",
+    ),
+    (
+        "Whoever asks for {thing} gets {code}.",
+        "Whoever has read this knows what one gets who asks for {thing} here: it is {code}.",
+    ),
 )
-"""A statement, and how it is made again."""
+"""A statement, and how it is made again: in half of them the number stands far from the thing."""
 PIECE = 1.12
 """Rows in a document with statements: a little more than one, so that it fills the row."""
 OTHER_LENGTH = 8192
