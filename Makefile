@@ -160,7 +160,7 @@ docs: $(STAMP)
 
 site: $(SITE_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
-	@echo build/site/index.html
+	@echo 'build/site/index.html; its search needs a server: python3 -m http.server -d build/site'
 
 $(SITE_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --no-compile -e ".[site]"

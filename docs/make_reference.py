@@ -128,7 +128,8 @@ def api() -> Iterator[str]:
 
 def entry(name: str, value: Any) -> Iterator[str]:
     """The signature and docstring of one name, and of the public members of a class."""
-    yield from (f"## {name}", "", "```text")
+    heading = name.replace("__", r"\_\_")  # else it would be bold
+    yield from (f"## {heading}", "", "```text")
     if not callable(value):
         yield from (f"A {type(value).__name__}.", "```", "")
         return

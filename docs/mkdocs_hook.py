@@ -18,6 +18,7 @@ OWN = (".md", ".png")
 CODE = {".py": "python", ".sh": "bash", ".toml": "toml", ".yaml": "yaml"}
 FENCE = re.compile(r"(^(`{3,}).*?^\2$)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"""(?:(?<=\]\()|(?<=src="))(?!\w+:|#)[^)"#\s]+""")
+FOREIGN_PICTURE = re.compile(r"^!\[.*\]\(https?:.*\)\n", re.MULTILINE)
 LIST_AFTER_TEXT = re.compile(r"^(?![-*] |\s)(.+\n)(?=[-*] )", re.MULTILINE)
 
 
@@ -75,14 +76,17 @@ def targets(path: Path) -> Iterator[Path]:
 
 
 def for_site(text: str, path: Path) -> str:
-    """Returns a page with the site's links, and with the empty line that mkdocs needs before a list
-    where GitHub needs none."""
+    """Returns a page with the site's links, without pictures from the internet (badges), and with
+    the empty line that mkdocs needs before a list where GitHub needs none."""
 
     def moved(link: re.Match[str]) -> str:
         target = site_path((path.parent / link[0]).resolve())
         return posixpath.relpath(target, posixpath.dirname(site_path(path)) or ".")
 
+    def changed(prose: str) -> str:
+        return LIST_AFTER_TEXT.sub(r"\1\n", LINK.sub(moved, FOREIGN_PICTURE.sub("", prose)))
+
     parts = FENCE.split(text)  # text, block of code, its marks, text, ...
     del parts[2::3]
-    parts[::2] = [LIST_AFTER_TEXT.sub(r"\1\n", LINK.sub(moved, part)) for part in parts[::2]]
+    parts[::2] = map(changed, parts[::2])
     return "".join(parts)

@@ -101,7 +101,7 @@ def test_python_compiles_and_its_imports_resolve(page: Path) -> None:
 
 
 def test_every_public_name_is_in_the_reference() -> None:
-    made = (ROOT / "docs" / "reference" / "api.md").read_text()
+    made = (ROOT / "docs" / "reference" / "api.md").read_text().replace("\\_", "_")
     assert [name for name in longctx_patch.__all__ if f"## {name}\n" not in made] == []
 
 

@@ -53,6 +53,7 @@ def test_nothing_is_loaded_from_the_internet() -> None:
         ("docs/how-to/pack.md", "[a](#b)", "[a](#b)"),
         ("README.md", "```\n[a](docs/b.md)\n- c\n```", "```\n[a](docs/b.md)\n- c\n```"),
         ("README.md", "``````\n```\n[a](b.md)\n``````", "``````\n```\n[a](b.md)\n``````"),
+        ("README.md", "![a](https://b.c/d)\n![e](docs/f.png)\ng", "![e](f.png)\ng"),
         ("README.md", "text\n- a\n  b\n- c", "text\n\n- a\n  b\n- c"),
     ],
 )
