@@ -4,14 +4,11 @@ The calling process runs the small model with stock attention once; then one set
 every case from the same weights and rows, through the public patch, collator and loss.
 """
 
-import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from longctx_patch.config import LongContextConfig
@@ -21,34 +18,26 @@ from longctx_patch.families.checks import check_model_config
 from longctx_patch.families.family import ROUTER
 from longctx_patch.families.supported import FAMILIES
 from longctx_patch.families.text_part import text_part
-from longctx_patch.hf.handle import PatchHandle
 from longctx_patch.hf.patching import patch
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.rules.names import require_choice
-from longctx_patch.sequence.documents import Documents
 from longctx_patch.transport.processes import run_processes
 from longctx_patch.verification.cases import TOLERANCES, CaseResult, Errors, Report, plan_name
 from longctx_patch.verification.reference import (
-    Reference,
     Rows,
+    Step,
     compute_reference,
+    gradient_errors,
     make_rows,
+    mean_gradients,
     relative_error,
+    train,
+    worst_of,
 )
-from longctx_patch.verification.shrink import VOCAB_SIZE, build_small_model, shrink_config
+from longctx_patch.verification.shrink import build_small_model, shrink_config
 
 SEQ_LEN = 127
 """A prime, so that no degree divides it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankResult:
-    """A rank's report about a case."""
-
-    errors: Errors
-    mask: str
-    sent: Traffic
-    predicted: Traffic
 
 
 def verify(
@@ -87,17 +76,13 @@ def verify(
     if ROUTER in family.features:
         small.output_router_logits = True
     rows = make_rows(small.vocab_size, seq_len, packed=packed)
-    with tempfile.TemporaryDirectory() as name:
-        file = Path(name) / "reference.pt"
-        torch.save(vars(compute_reference(small, rows, dtype)), file)
-        by_rank = run_processes(
-            run_rank, num_ranks, small, list(configs), rows, dtype, file, timeout_s=timeout_s
-        )
+    reference = compute_reference(small, rows, dtype)
+    by_rank = run_processes(
+        run_rank, num_ranks, small, list(configs), rows, dtype, timeout_s=timeout_s
+    )
     cases = [
-        _case_result(
-            config, [results[i] for results in by_rank], TOLERANCES[dtype], family.name, packed
-        )
-        for i, config in enumerate(configs)
+        _case_result(family.name, config, rows, steps, reference, TOLERANCES[dtype])
+        for config, steps in zip(configs, zip(*by_rank, strict=True), strict=True)
     ]
     return Report(
         model_type=model_config.model_type,
@@ -133,51 +118,26 @@ def _checked_ranks(
 
 
 def run_rank(
-    rank: int,
-    small_config: Any,
-    configs: Sequence[LongContextConfig],
-    rows: Rows,
-    dtype: str,
-    reference_file: Path,
-) -> list[RankResult]:
+    rank: int, small: Any, configs: Sequence[LongContextConfig], rows: Rows, dtype: str
+) -> list[Step]:
     """Run all cases, in one process of the group."""
     del rank  # torch.distributed knows it
-    reference = Reference(**torch.load(reference_file))
-    return [_run_case(small_config, config, rows, dtype, reference) for config in configs]
+    return [_run_case(small, config, rows, dtype) for config in configs]
 
 
-def _run_case(
-    small_config: Any, config: LongContextConfig, rows: Rows, dtype: str, reference: Reference
-) -> RankResult:
-    model = build_small_model(small_config, getattr(torch, dtype))
+def _run_case(small: Any, config: LongContextConfig, rows: Rows, dtype: str) -> Step:
+    model = build_small_model(small, getattr(torch, dtype))
     handle = patch(model, on_cpu(config))
-    collate = SequenceShardCollator(handle.config, group_rank=handle.group_rank, pad_token_id=0)
-    batch = collate(rows)
-    documents = Descriptor.read(batch[SHARD_KEY]).documents
+    batch = _shard(handle.config, handle.group_rank, rows)
     with torch.no_grad():  # a pass with labels may return no logits
         unlabelled = {name: value for name, value in batch.items() if "labels" not in name}
-        logits_error = _logits_error(handle, documents, model(**unlabelled).logits, rows, reference)
+        logits = model(**unlabelled).logits
     handle.counters.reset()  # only the training step is compared with the plans
-    loss = model(**batch).loss
-    loss.backward()
-    step = handle.first_step
-    sent = Traffic(handle.counters.messages, handle.counters.bytes)
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    grads = {name: _mean_over_ranks(p.grad) for name, p in trained}
-    worst, grad_error = _worst_gradient(grads, reference.grads)
-    errors = Errors(
-        loss_rel_err=abs(_mean_over_ranks(loss).item() / reference.loss - 1),
-        logits_rel_err=logits_error,
-        grad_rel_err=grad_error,
-        worst_parameter=worst,
-        grad_norm_rel_err=abs(_norm(grads) / _norm(reference.grads) - 1),
-    )
-    return RankResult(
-        errors=errors,
-        mask="stock attention" if step is None else step.masks,
-        sent=sent,
-        predicted=Traffic() if step is None else step.planned_forward() + step.planned_backward(),
-    )
+    return train(model, batch, handle)._replace(logits=logits)
+
+
+def _shard(config: LongContextConfig, rank: int, rows: Rows) -> dict[str, Tensor]:
+    return SequenceShardCollator(config, group_rank=rank, pad_token_id=0)(rows)
 
 
 def on_cpu(config: LongContextConfig) -> LongContextConfig:
@@ -187,34 +147,19 @@ def on_cpu(config: LongContextConfig) -> LongContextConfig:
     return replace(config, kernel=kernel, allow_beyond_reach=True, shifted_group=0)
 
 
-def _mean_over_ranks(value: Tensor | None) -> Tensor:
-    """The mean over ranks, as DDP takes it of a gradient."""
-    assert value is not None
-    total = value.detach().clone()
-    dist.all_reduce(total)
-    return total / dist.get_world_size()
-
-
 def _logits_error(
-    handle: PatchHandle, documents: Documents, logits_BLV: Tensor, rows: Rows, reference: Reference
+    config: LongContextConfig, rows: Rows, ranks: Sequence[Step], expected: Tensor | None
 ) -> float:
     """Error of the logits of the whole sequence, put together from all ranks without padding."""
-    layout = handle.group.layout(documents)
-    shards = [logits_BLV.new_empty((len(logits_BLV), n, VOCAB_SIZE)) for n in layout.sizes]
-    dist.all_gather(shards, logits_BLV.contiguous())
-    whole = layout.unshard(shards, 1)
-    lengths = [sum(len(row["input_ids"]) for row in rows)]
-    if len(whole) > 1:
-        lengths = [len(row["input_ids"]) for row in rows]
+    assert expected is not None
+    parts = [step.logits for step in ranks if step.logits is not None]
+    documents = Descriptor.read(_shard(config, 0, rows)[SHARD_KEY]).documents
+    whole = config.layout_of(documents).unshard(parts, 1)
+    lengths = [len(row["input_ids"]) for row in rows]
+    if len(whole) == 1:
+        lengths = [sum(lengths)]
     actual = torch.cat([row[:length] for row, length in zip(whole, lengths, strict=True)])
-    return relative_error(actual, reference.logits_NV)
-
-
-def _worst_gradient(grads: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[str, float]:
-    """(parameter, relative error) with the largest error; NaN counts as the largest."""
-    errors = {name: relative_error(grads[name], expected[name]) for name in expected}
-    worst = max(errors, key=lambda name: (errors[name] != errors[name], errors[name]))
-    return worst, errors[worst]
+    return relative_error(actual, expected)
 
 
 def _norm(grads: dict[str, Tensor]) -> float:
@@ -222,17 +167,29 @@ def _norm(grads: dict[str, Tensor]) -> float:
 
 
 def _case_result(
-    config: LongContextConfig,
-    ranks: Sequence[RankResult],
-    tolerance: float,
     family: str,
-    packed: bool,
+    config: LongContextConfig,
+    rows: Rows,
+    ranks: Sequence[Step],
+    reference: Step,
+    tolerance: float,
 ) -> CaseResult:
-    sent = sum((rank.sent for rank in ranks), Traffic())
-    predicted = sum((rank.predicted for rank in ranks), Traffic())
-    as_predicted = all(rank.sent == rank.predicted for rank in ranks)
+    packed = "seq_lengths" in rows[0]
+    sent = sum((step.sent for step in ranks), Traffic())
+    planned = sum((step.planned for step in ranks), Traffic())
+    as_predicted = all(step.sent == step.planned for step in ranks)
+    grads = mean_gradients(ranks)
+    by_name = gradient_errors(grads, reference)
+    worst = worst_of(by_name)
+    errors = Errors(
+        loss_rel_err=abs(sum(step.loss for step in ranks) / len(ranks) / reference.loss - 1),
+        logits_rel_err=_logits_error(config, rows, ranks, reference.logits),
+        grad_rel_err=by_name[worst],
+        worst_parameter=worst,
+        grad_norm_rel_err=abs(_norm(grads) / _norm(reference.grads) - 1),
+    )
     return CaseResult(
-        **vars(ranks[0].errors),
+        **vars(errors),
         family=family,
         mask=ranks[0].mask,
         plan=plan_name(config, packed=packed),
@@ -242,8 +199,8 @@ def _case_result(
         checkpoint=config.checkpoint,
         messages=sent.messages,
         bytes=sent.bytes,
-        predicted_messages=predicted.messages,
-        predicted_bytes=predicted.bytes,
+        predicted_messages=planned.messages,
+        predicted_bytes=planned.bytes,
         traffic_as_predicted=as_predicted,
-        ok=as_predicted and ranks[0].errors.within(tolerance),
+        ok=as_predicted and errors.within(tolerance),
     )

@@ -1,31 +1,81 @@
-"""The numbers of one unpatched process, on whole rows."""
+"""The numbers of a training step, those of one unpatched process among them, and their errors."""
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from longctx_patch.hf.handle import PatchHandle
 from longctx_patch.hf.model.transformers_api import router_weight
 from longctx_patch.loss.law import IGNORE_INDEX
+from longctx_patch.plans.traffic import Traffic
 from longctx_patch.verification.shrink import build_small_model
 
 Rows = list[dict[str, list[int]]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reference:
-    """The numbers of one unpatched process; gradients and logits are in the model's dtype."""
+class Step(NamedTuple):
+    """One training step, of one process or of a rank; tensors are in the model's dtype."""
 
     loss: float
-    logits_NV: Tensor
-    """Logits of all tokens of all rows, one row after another."""
     grads: dict[str, Tensor]
+    logits: Tensor | None = None
+    """Of one process: those of all tokens of all rows, one row after another. Of a rank: those of
+    its shard, where they were made."""
+    sent: Traffic = Traffic()
+    planned: Traffic = Traffic()
+    mask: str = "stock attention"
+
+
+def train(model: nn.Module, batch: Mapping[str, Any], handle: PatchHandle | None = None) -> Step:
+    """Loss and gradients of one batch; a parameter that has none stays out. A `handle` tells what
+    was sent, and what was planned to be."""
+    loss = model(**batch).loss
+    loss.backward()
+    step = Step(loss.item(), gradients(model))
+    if handle is None:
+        return step
+    step = step._replace(sent=Traffic(handle.counters.messages, handle.counters.bytes))
+    if (check := handle.first_step) is None:
+        return step
+    planned = check.planned_forward() + check.planned_backward()
+    return step._replace(planned=planned, mask=check.masks)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def mean_gradients(ranks: Sequence[Step]) -> dict[str, Tensor]:
+    """The mean over ranks, as DDP takes it; a rank without a gradient counts as zeros."""
+    names = dict.fromkeys(name for step in ranks for name in step.grads)
+    found = {name: [step.grads[name] for step in ranks if name in step.grads] for name in names}
+    return {name: torch.stack(grads).sum(0) / len(ranks) for name, grads in found.items()}
+
+
+def gradient_errors(mean: Mapping[str, Tensor], stock: Step) -> dict[str, float]:
+    """Each parameter's relative error, 0 where both gradients are zeros or missing."""
+    return {
+        name: _error(mean.get(name), stock.grads.get(name))
+        for name in dict.fromkeys([*stock.grads, *mean])
+    }
+
+
+def _error(found: Tensor | None, expected: Tensor | None) -> float:
+    some = expected if found is None else found
+    assert some is not None
+    found, expected = (torch.zeros_like(some) if g is None else g for g in (found, expected))
+    return 0.0 if torch.equal(found, expected) else relative_error(found, expected)
+
+
+def worst_of(errors: Mapping[str, float]) -> str:
+    """The parameter whose gradient has the largest error; NaN is the largest."""
+    return max(errors, key=lambda name: (errors[name] != errors[name], errors[name]))
 
 
 def make_rows(vocab_size: int, seq_len: int, *, packed: bool = False) -> Rows:
@@ -54,7 +104,7 @@ def _cut(length: int) -> list[int]:
     return lengths if sum(lengths) == length else [length]
 
 
-def compute_reference(small_config: Any, rows: Rows, dtype: str) -> Reference:
+def compute_reference(small_config: Any, rows: Rows, dtype: str) -> Step:
     """One step of the unpatched model, with the loss written out; each document by itself.
 
     A router's loss is over the tokens of all documents together.
@@ -68,8 +118,7 @@ def compute_reference(small_config: Any, rows: Rows, dtype: str) -> Reference:
     logits = torch.cat(
         [out.logits.detach()[batch.is_real] for out, batch in zip(outputs, batches, strict=True)]
     )
-    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return Reference(loss=loss.item(), logits_NV=logits, grads=grads)
+    return Step(loss.item(), gradients(model), logits)
 
 
 @contextmanager

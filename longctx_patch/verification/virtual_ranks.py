@@ -7,7 +7,7 @@ instead, and needs a model's config only.
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from longctx_patch.config import LongContextConfig
 from longctx_patch.engine.groups import virtual_group
 from longctx_patch.hf.call.stock_documents import check_one_document
+from longctx_patch.hf.handle import PatchHandle
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.hf.model.sequence_kernels import run_torch_recurrences
 from longctx_patch.hf.patching import patch
@@ -22,7 +23,14 @@ from longctx_patch.plans.traffic import Traffic
 from longctx_patch.transport import VirtualTransport, run_virtual_ranks
 from longctx_patch.verification.cases import TOLERANCES
 from longctx_patch.verification.proof import on_cpu
-from longctx_patch.verification.reference import one_thread, relative_error
+from longctx_patch.verification.reference import (
+    Step,
+    gradient_errors,
+    mean_gradients,
+    one_thread,
+    train,
+    worst_of,
+)
 from longctx_patch.verification.shrink import keep_float64
 
 _DTYPES = {torch.float32: "float32", torch.float64: "float64"}
@@ -51,8 +59,7 @@ class VirtualParity:
     @property
     def worst_parameter(self) -> str:
         """The parameter whose gradient has the largest error; NaN is the largest."""
-        errors = self.grad_rel_errs
-        return max(errors, key=lambda name: (errors[name] != errors[name], errors[name]))
+        return worst_of(self.grad_rel_errs)
 
     @property
     def ok(self) -> bool:
@@ -74,15 +81,6 @@ class VirtualParity:
                 f"{self.tolerance:g}",
             ]
         )
-
-
-class _Step(NamedTuple):
-    """The results of one copy of the model."""
-
-    loss: float
-    grads: dict[str, Tensor]
-    sent: Traffic = Traffic()
-    planned: Traffic = Traffic()
 
 
 def verify_on_virtual_ranks(
@@ -123,14 +121,10 @@ def verify_on_virtual_ranks(
     copies = [_fresh_copy(model, dtype) for _ in range(config.sequence_degree)]
     config = on_cpu(config)
 
-    def on_one_rank(transport: VirtualTransport) -> _Step:
+    def on_one_rank(transport: VirtualTransport) -> Step:
         mine = copies[transport.group_rank]
         handle = patch(mine, config, group=virtual_group(transport, config))
-        found = _train(mine, batch)
-        counters, step = handle.counters, handle.first_step
-        sent = Traffic(counters.messages, counters.bytes)
-        planned = Traffic() if step is None else step.planned_forward() + step.planned_backward()
-        return found._replace(sent=sent, planned=planned)
+        return _train(mine, batch, handle)
 
     with one_thread():
         try:
@@ -178,14 +172,10 @@ def _fresh_copy(model: nn.Module, dtype: str) -> nn.Module:
     return mine
 
 
-def _train(model: nn.Module, batch: Mapping[str, Any]) -> _Step:
-    """Loss and gradients of one batch; a parameter that has none stays out."""
+def _train(model: nn.Module, batch: Mapping[str, Any], handle: PatchHandle | None = None) -> Step:
     dtype = next(model.parameters()).dtype
     given = {name: _in(value, dtype) for name, value in batch.items()}
-    loss = model(**{**given, "use_cache": False}).loss
-    loss.backward()
-    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return _Step(loss.item(), grads)
+    return train(model, {**given, "use_cache": False}, handle)
 
 
 def _in(value: Any, dtype: torch.dtype) -> Any:
@@ -193,26 +183,14 @@ def _in(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def _compare(ranks: Sequence[_Step], stock: _Step, tolerance: float) -> VirtualParity:
-    """Gradients are averaged over the ranks, as DDP does."""
-    names = dict.fromkeys(name for step in (stock, *ranks) for name in step.grads)
-    errors = {name: _error([step.grads.get(name) for step in ranks], stock, name) for name in names}
+def _compare(ranks: Sequence[Step], stock: Step, tolerance: float) -> VirtualParity:
     sent = sum((rank.sent for rank in ranks), Traffic())
     return VirtualParity(
         loss=max((rank.loss for rank in ranks), key=lambda loss: abs(loss - stock.loss)),
         stock_loss=stock.loss,
-        grad_rel_errs=errors,
+        grad_rel_errs=gradient_errors(mean_gradients(ranks), stock),
         messages=sent.messages,
         bytes=sent.bytes,
         traffic_as_planned=all(rank.sent == rank.planned for rank in ranks),
         tolerance=tolerance,
     )
-
-
-def _error(grads: Sequence[Tensor | None], stock: _Step, name: str) -> float:
-    """The error of the ranks' mean; 0 where both are zeros (an adapter's first matrix at first)."""
-    some = next(grad for grad in (stock.grads.get(name), *grads) if grad is not None)
-    zeros = torch.zeros_like(some)
-    expected = stock.grads.get(name, zeros)
-    mean = sum((zeros if grad is None else grad for grad in grads), zeros) / len(grads)
-    return 0.0 if torch.equal(mean, expected) else relative_error(mean, expected)
