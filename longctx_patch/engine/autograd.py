@@ -10,7 +10,6 @@ the frame, and neither the kernel nor communication runs again; if the region ke
 the tokens, both run again for the others.
 """
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -19,20 +18,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longctx_patch.engine.call import AttentionCall
-from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.engine.key_form import AS_HEADS, AsLatents, Expansion, KeyForm
 from longctx_patch.engine.selective import KeptRows, Selection, selection_of
 from longctx_patch.engine.usp import ForwardResult, Saved, usp_backward, usp_forward
-from longctx_patch.kernels import Score
 from longctx_patch.memory.replay import Frame, current_frame
-from longctx_patch.sequence.documents import Documents
-from longctx_patch.sequence.masks import Mask
 from longctx_patch.transport import VirtualTransport
-from longctx_patch.transport.meeting import Meeting, meet
 
 LEAST_SCALE, MOST_SCALE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 """Bounds of the scales that kernels, which hold them in float32, can compute with."""
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def distributed_attention(
@@ -185,103 +178,3 @@ def _kept_partly(
         selection.complete(saved.out, saved.lse, kept)
 
     return usp_forward(selection.early, q, k, v, sinks, complete, form)
-
-
-def _shape_problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    fits = (
-        q.ndim == k.ndim == v.ndim == 4
-        and k.shape[:3] == v.shape[:3]
-        and v.shape[3] > 0
-        and (q.shape[:2], q.shape[3]) == (k.shape[:2], k.shape[3])
-        and k.shape[2] > 0
-        and q.shape[2] % k.shape[2] == 0
-        and q.dtype == k.dtype == v.dtype
-        and q.dtype in _DTYPES
-        and q.device == k.device == v.device
-    )
-    if fits:
-        return None
-    described = ", ".join(
-        f"{name} {list(t.shape)} {t.dtype} on {t.device}"
-        for name, t in zip("qkv", (q, k, v), strict=True)
-    )
-    return (
-        f"{described}: expected q [B, L, H, D], k [B, L, G, D] and v [B, L, G, V] with H a "
-        "multiple of G, of one float dtype and one device. Transpose [B, H, L, D] tensors with "
-        ".transpose(1, 2)."
-    )
-
-
-def _value_problem(
-    q: Tensor,
-    sinks: Tensor | None,
-    num_tokens: int | None,
-    documents: Documents,
-    mask: Mask,
-    score: Score,
-) -> str | None:
-    total = documents.num_tokens
-    if q.shape[0] * total < 1:
-        return (
-            f"q {list(q.shape)}, num_tokens={total}: an empty batch or sequence. Attention "
-            "needs a token; leave empty batches out."
-        )
-    if num_tokens not in (None, total):
-        return (
-            f"num_tokens={num_tokens}, but the documents and their padding have {total} tokens: "
-            "give one of them."
-        )
-    if mask.num_tokens != total:
-        return (
-            f"a mask over {mask.num_tokens} tokens for a sequence of {total}: make it for the "
-            "whole sequence, padding included."
-        )
-    if sinks is not None and (sinks.shape != (q.shape[2],) or not sinks.is_floating_point()):
-        return (
-            f"sinks {list(sinks.shape)} {sinks.dtype} for {q.shape[2]} heads: give a logit for "
-            "each head, in a float dtype."
-        )
-    return score_problem(score)
-
-
-def score_problem(score: Score) -> str | None:
-    """Says what is wrong with a scale or softcap."""
-    if score.softcap is not None and not 0 < score.softcap < math.inf:
-        return f"softcap={score.softcap}: scores are capped by a number above 0. Or give None."
-    if not isinstance(score.scale, int | float) or not abs(score.scale) <= MOST_SCALE:
-        return (
-            f"softmax_scale={score.scale!r}: give a finite number of float32, also 0 or below, "
-            "or None for the square root of the head dim, inverted."
-        )
-    return None
-
-
-def check_shards(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    num_tokens: int | None,
-    documents: Documents,
-    mask: Mask,
-    score: Score,
-    group: SequenceGroup,
-    mask_problem: str | None,
-) -> None:
-    """Check the arguments of all ranks before an exchange can hang; raise on every rank or none."""
-    problem = _shape_problem(q, k, v) or mask_problem
-    problem = problem or _value_problem(q, sinks, num_tokens, documents, mask, score)
-    if problem is not None:
-        meet(group.everyone, Meeting.ATTENTION, problem=ValueError(problem))  # raises
-    group.require_shards(
-        Meeting.ATTENTION,
-        documents,
-        q.shape[1],
-        f"batch {q.shape[0]}, heads {q.shape[2]}, kv heads {k.shape[2]}, "
-        f"head dim {q.shape[3]}, of values {v.shape[3]}, "
-        f"{q.dtype}, scale {score.scale}, softcap {score.softcap}, "
-        f"{'no sinks' if sinks is None else 'sinks'}, mask {mask.checksum:08x}",
-        whole="one sequence",
-        fix="Cut the sequence with group.layout(num_tokens or documents).shard(x, "
-        "group.group_rank, dim).",
-    )

@@ -96,7 +96,7 @@ def tried(everyone: Transport, meeting: Meeting, read: Callable[[], Found]) -> F
     except _REFUSALS as error:
         problem = error
     except Exception as error:  # whatever it is, the other ranks must learn of it, not wait
-        problem = ValueError(f"this batch can't be read: {error!r}")
+        problem = ValueError(f"what this rank was given can't be read: {error!r}")
     meet(everyone, meeting, problem=problem)
     raise problem
 

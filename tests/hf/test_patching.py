@@ -211,12 +211,15 @@ def check_refused_on_every_rank(rank: int) -> None:
         (whole | {"labels": whole["labels"] * (1 - rank)}, "must hold shards of the same batch"),
         (whole | {"num_items_in_batch": 5 + rank}, "shards of the same batch"),
         (whole | {"num_valid_tokens": 5}, "num_valid_tokens with whole rows"),
-        (counted | {"seq_lengths": 5 if rank else [[16]] * 2}, "this batch can't be read"),
+        (counted | {"seq_lengths": 5 if rank else [[16]] * 2}, "this rank was given can't be read"),
         ({k: v for k, v in good.items() if k != "longctx_shard"}, "whose longctx_shard is missing"),
         (good | {"num_items_in_batch": 30}, "Trainer counts and scales it"),
         (good | {"output_attentions": True}, "output_attentions=True with a sharded"),
         (good | {"is_causal": False}, "is_causal=False"),
-        ({k: v for k, v in good.items() if k != "shift_labels"}, "no shift_labels"),
+        (
+            {k: v for k, v in good.items() if k != "shift_labels"},
+            "shift_labels None: both are tensors",
+        ),
         (good | {"labels": good["labels"] * 0}, "labels differ from shift_labels"),
     ]
     wrong_counts = (True, -1, 2.0, "30", torch.tensor([1, 2]), float("nan"))
@@ -326,7 +329,10 @@ def check_one_meeting(rank: int) -> None:
             handle.token_log_probs(rows)
             model(**shard)
         assert meet.call_count == 8
-    with torch.no_grad(), pytest.raises(ValueError, match="this batch can't be read: AttributeErr"):
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match="this rank was given can't be read: AttributeErr"),
+    ):
         model(**shard | ({"longctx_shard": "a shard"} if rank else {}))
 
 

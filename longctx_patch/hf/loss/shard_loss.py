@@ -298,21 +298,11 @@ _LABELS_DIFFER = (
 
 
 def _check_shapes(labels: Any, shift_labels: Any, tokens: torch.Size | None) -> None:
-    if shift_labels is None:
-        raise ValueError(
-            "this batch is a shard but has no shift_labels: labels must be shifted over the whole "
-            "sequence before it is cut. Pass the batch of SequenceShardCollator unchanged."
-        )
-    if labels is None:
-        raise ValueError(
-            "this training batch has shift_labels but no labels: transformers would compute no "
-            "loss. Pass the batch of SequenceShardCollator unchanged, or without both."
-        )
     if not isinstance(labels, Tensor) or not isinstance(shift_labels, Tensor):
         raise ValueError(
-            f"labels are a {type(labels).__name__} and shift_labels a "
-            f"{type(shift_labels).__name__}: both are tensors. Pass the batch of "
-            "SequenceShardCollator unchanged."
+            f"this batch is a shard with labels {short(labels)} and shift_labels "
+            f"{short(shift_labels)}: both are tensors, shifted over the whole sequence before it "
+            "is cut. Pass the batch of SequenceShardCollator unchanged, or without both."
         )
     if labels.shape != shift_labels.shape:
         raise ValueError(_LABELS_DIFFER)
