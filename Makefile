@@ -158,8 +158,9 @@ pictures: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python docs/make_reference.py
 
+# Not --quiet, under which --strict sees no warning.
 site: $(SITE_STAMP)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo 'build/site/index.html; its search needs a server: python3 -m http.server -d build/site'
 
 $(SITE_STAMP): $(STAMP)
