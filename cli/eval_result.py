@@ -15,6 +15,8 @@ from longctx_patch.rules import strict_json
 
 STOPS = ("#440154", "#3b528b", "#21918c", "#5ec962", "#fde725")
 """Colours of 0 to 100 %, which readers of all kinds of sight tell apart (viridis)."""
+MOST_BESIDE = 3
+"""Tasks whose heat maps stand side by side."""
 
 
 class Result(NamedTuple):
@@ -44,30 +46,36 @@ def table(models: Sequence[Result]) -> str:
 
 
 def draw(models: Sequence[Result], path: Path) -> None:
-    """Draw heat maps of all models, side by side for each task; nothing without tasks."""
-    if not (groups := panels_of([each.scores for each in models])):
+    """Draw heat maps of all models; nothing without tasks.
+
+    Models stand below each other, or side by side if there are many tasks.
+    """
+    scores = [each.scores for each in models]
+    if not (groups := panels_of(scores)):
         return
+    labelled = [list(zip(group, scores, strict=True)) for group in groups]
+    lines = labelled if len(groups) > MOST_BESIDE else list(zip(*labelled, strict=True))
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import LinearSegmentedColormap, Normalize
     from matplotlib.figure import Figure
 
-    heights = [len(group[0].rows) + 2.2 for group in groups]
+    heights = [max(len(panel.rows) for panel, _ in line) + 2.2 for line in lines]
     widest = max(len(panel.columns) for group in groups for panel in group)
     figure = Figure(
-        figsize=(len(models) * (0.62 * widest + 0.9) + 0.8, 0.36 * sum(heights) + 0.7),
+        figsize=(len(lines[0]) * (0.62 * widest + 0.9) + 0.8, 0.36 * sum(heights) + 0.7),
         dpi=160,
         layout="constrained",
     )
     FigureCanvasAgg(figure)
-    axes = figure.subplots(len(groups), len(models), squeeze=False, height_ratios=heights)
+    axes = figure.subplots(len(lines), len(lines[0]), squeeze=False, height_ratios=heights)
     colours = LinearSegmentedColormap.from_list("scores", STOPS)
-    for line, group in zip(axes, groups, strict=True):
-        for axis, panel, model in zip(line, group, models, strict=True):
+    for beside, line in zip(axes, lines, strict=True):
+        for axis, (panel, model) in zip(beside, line, strict=True):
             grid = [
                 [panel.values.get((r, c), float("nan")) for c in panel.columns] for r in panel.rows
             ]
             axis.imshow(grid, cmap=colours, norm=Normalize(0, 100), aspect="auto")
-            axis.set_title(f"{model.scores.label}: {panel.title}", fontsize=10)
+            axis.set_title(f"{model.label}: {panel.title}", fontsize=10)
             axis.set_xticks(range(len(panel.columns)), [in_k(c) for c in panel.columns], fontsize=9)
             axis.set_yticks(range(len(panel.rows)), panel.rows, fontsize=9)
             axis.tick_params(length=0)
