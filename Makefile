@@ -17,6 +17,7 @@
 #   make pictures   draw each picture of docs/schedules again
 #   make docs       write the generated pages of docs/reference
 #   make site       build the site of README and docs/ in build/site; it must have no broken link
+#   make models     write docs/reference/models.md, which takes ten minutes
 #   make notebook   run the notebook of examples/ and write what its cells show
 #   make wheel      the source archive and the wheel of a release, in dist/
 #   make check      formatting, lint, types, layers, generated pages
@@ -73,7 +74,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes, each of which would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-slow test-all oldest test-grid test-families test-fault-grid test-oldest test-gpu real-model planted-faults pictures docs notebook wheel check style clean
+.PHONY: install demo test test-slow test-all oldest test-grid test-families test-fault-grid test-oldest test-gpu real-model planted-faults pictures docs models notebook wheel check style clean
 
 install: $(STAMP)
 
@@ -166,6 +167,9 @@ site: $(SITE_STAMP)
 $(SITE_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --no-compile -e ".[site]"
 	@touch $@
+
+models: $(STAMP)
+	$(BIN)/python -m docs.make_models
 
 notebook: $(STAMP)
 	$(BIN)/python -m docs.make_notebook

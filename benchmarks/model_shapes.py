@@ -11,51 +11,33 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from longctx_patch.families.facts import ModelFacts
 from longctx_patch.planner.model_shape import ModelShape, shape_of
+from longctx_patch.planner.named_models import NAMED
 
-_LLAMA_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "tie_word_embeddings": False,
-}
+_LLAMA_8B = dict(NAMED["meta-llama/Llama-3.1-8B"].sizes)
 MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "tiny": _LLAMA_8B
         | {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3}
         | {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 259},
         "llama-8b": _LLAMA_8B,
-        "llama-70b": _LLAMA_8B
-        | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
-        | {"num_attention_heads": 64},
+        "llama-70b": NAMED["meta-llama/Llama-3.1-70B"].sizes,
         "llama-8b-32k": _LLAMA_8B | {"vocab_size": 32000},
         "llama-1b": _LLAMA_8B
         | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
         | {"tie_word_embeddings": True},
-        "smollm2-135m": _LLAMA_8B
-        | {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
-        | {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152}
-        | {"tie_word_embeddings": True},
+        "smollm2-135m": NAMED["HuggingFaceTB/SmolLM2-135M"].sizes,
         "qwen2.5-0.5b": _LLAMA_8B
         | {"model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864}
         | {"num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2}
         | {"vocab_size": 151936, "tie_word_embeddings": True},
-        "mistral-7b": _LLAMA_8B
-        | {"model_type": "mistral", "vocab_size": 32768}
-        | {"sliding_window": None},
+        "mistral-7b": NAMED["mistralai/Mistral-7B-v0.3"].sizes,
         "qwen2-7b": _LLAMA_8B
         | {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944}
         | {"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
         | {"vocab_size": 152064},
-        "qwen3-8b": _LLAMA_8B
-        | {"model_type": "qwen3", "intermediate_size": 12288, "num_hidden_layers": 36}
-        | {"head_dim": 128, "vocab_size": 151936},
-        # What their names' configs have by default: three of four layers are gated delta nets;
-        # latent attention of 128 heads, with the dense MLPs of the first layers alone.
-        "qwen3.5-9b": {"model_type": "qwen3_5_text", "num_hidden_layers": 32},
+        "qwen3-8b": NAMED["Qwen/Qwen3-8B"].sizes,
+        "qwen3.5-9b": NAMED["Qwen/Qwen3.5-9B"].sizes,
+        # Latent attention of 128 heads, with the dense MLPs of the first layers alone.
         "deepseek-v3-dense": {
             "model_type": "deepseek_v3",
             "num_hidden_layers": 61,

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import shlex
 from dataclasses import dataclass
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
@@ -22,7 +23,9 @@ from longctx_patch.families.checks import check_model_config
 from longctx_patch.families.load_config import load_model_config
 from longctx_patch.families.rope_facts import possible_kinds, reachable_length
 from longctx_patch.planner.job import Job, WeightsDtype, parse_cluster
+from longctx_patch.planner.machines import MACHINES
 from longctx_patch.planner.model_shape import shape_of
+from longctx_patch.planner.named_models import NAMED
 
 if TYPE_CHECKING:
     from longctx_patch.planner.search import Result
@@ -31,13 +34,19 @@ KINDS = ", ".join(get_args(HardwareName))
 SHORT_ROW = 1024
 """Tokens of a short row: where no row fits, the report says why not even this one does."""
 
+WIDTHS = (22,) * 5
+"""Characters of the cells of the table."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(TrainingOptions):
     """The options of `longctx plan`, as click reads them; None for options not given."""
 
-    gpus: str = option(f"Such as 4xH200; H200 is one. Kinds: {KINDS}.", required=True)
+    gpus: str | None = option(f"Such as 4xH200; H200 is one. Kinds: {KINDS}.")
     seq_len: int | None = option("Tokens of a row: 131072, 128K or 1M.", type=Tokens())
+    table: bool = flag(
+        "The longest rows, up to --seq-len [1M], on 1, 2, 4 and 8 of --gpus [all kinds]."
+    )
     stock_layers: bool = flag("Without Liger Kernel's norms and SwiGLU.")
     max_seq_len: bool = flag("Print the longest row that fits, only.")
     as_json: bool = flag("Print JSON on stdout.", "--json")
@@ -45,13 +54,20 @@ class PlanOptions(TrainingOptions):
     def check(self) -> None:
         """Raise ValueError for options that exclude each other."""
         self.check_weights()
+        if self.table and (self.max_seq_len or self.rows_per_step or self.tokens_per_step):
+            raise click.UsageError(
+                "--table has the longest rows, each shared by all GPUs: leave out --max-seq-len, "
+                "--rows-per-step and --tokens-per-step."
+            )
+        if self.gpus is None and not self.table:
+            raise click.UsageError("Missing option '--gpus'.")
         if self.also_train and not self.lora:
             raise ValueError("--also-train with --full: every weight is trained. Leave it out.")
         if self.load_in_4bit and self.dtype == "float32":
             raise ValueError(
                 "--load-in-4bit with --dtype float32: it computes in bfloat16. Use that."
             )
-        if self.seq_len is None and not self.max_seq_len:
+        if self.seq_len is None and not (self.max_seq_len or self.table):
             raise click.UsageError("--seq-len: say how long rows are, or ask --max-seq-len.")
         if self.tokens_per_step is not None and self.seq_len is None:
             raise click.UsageError(
@@ -69,7 +85,7 @@ class PlanOptions(TrainingOptions):
         kept = weights_dtype(config, frozen=self.lora)
         usual: WeightsDtype = "float32" if kept == "float32" else "bfloat16"
         return Job(
-            cluster=parse_cluster(self.gpus, self.host_gib),
+            cluster=parse_cluster(self.gpus or "H200", self.host_gib),
             shape=shape_of(config, model),
             seq_len=self.seq_len or SHORT_ROW,
             lora=self.lora,
@@ -81,23 +97,40 @@ class PlanOptions(TrainingOptions):
             rows_per_step=self.rows_of(self.seq_len or SHORT_ROW),
         )
 
+    def jobs(self, model: str, config: Any) -> list[Job]:
+        """The trainings of the table: of an adapter and of every weight, or what was asked of
+        them."""
+        both = self.lora and not self.load_in_4bit
+        every: dict[str, Any] = {"lora": False, "rank": None, "also_train": ()}
+        adapter: dict[str, Any] = {"lora": self.lora}
+        return [
+            dataclasses.replace(self, seq_len=None, **given).job(model, config)
+            for given in ([adapter, every] if both else [adapter])
+        ]
+
 
 @click.command("plan", short_help="Predict what fits on which GPUs, and how fast it is.")
-@click.argument("model")
+@click.argument("model", required=False)
 @options_of(PlanOptions)
 @gone_option("--png", "the table lists the components, and --json has them of every candidate")
-def plan_command(model: str, **options: Any) -> None:
+def plan_command(model: str | None, **options: Any) -> None:
     """Predict memory and speed of training MODEL (a hub name, a folder or a config.json).
 
     Only the config is read. Listed are the ways to share a row over the GPUs, what layers keep,
     what goes to the host, and how many tiles an MLP is computed in, the fastest that fits first.
-    The exit code is 1 where nothing fits. docs/results/planner.md says how the numbers come about
-    and how near they are.
+    The exit code is 1 where nothing fits. With --table and no MODEL the models of
+    docs/reference/models.md are listed. docs/results/planner.md says how the numbers come about and
+    how near they are.
     """
     from longctx_patch.planner.search import longest, search
 
     asked = PlanOptions(**options)
     asked.check()
+    if asked.table:
+        _say_table(model, asked)
+        return
+    if model is None:
+        raise click.UsageError("Missing argument 'MODEL', which only --table needs not.")
     config = load_model_config(model)
     check_model_config(config, LongContextConfig())
     job = asked.job(model, config)
@@ -156,6 +189,52 @@ def next_command(model: str, asked: PlanOptions, job: Job, rope: str | None, deg
     words += ["--load-in-4bit"] if asked.load_in_4bit else []
     command = shlex.join([*words, "--data", "DATA", "--out", "run/"])
     return command if first is None else f"{first} && {command}"
+
+
+def _say_table(model: str | None, asked: PlanOptions) -> None:
+    """Print the lines of the table as they are found, which takes a moment for each cell."""
+    from longctx_patch.cli import plan_table
+
+    if model is None and asked.gpus is None:
+        raise click.UsageError("--table: name a kind of --gpus, or a MODEL, or both.")
+    kinds = [kind.upper() for kind in MACHINES] if asked.gpus is None else [asked.gpus]
+    names = list(NAMED) if model is None else [model]
+    found: list[dict[str, Any]] = []
+    width = max(map(len, names))
+
+    def say(*cells: str) -> None:
+        if not asked.as_json:
+            padded = zip(cells, (width, 4, *WIDTHS), strict=False)
+            click.echo("  ".join(text.ljust(length) for text, length in padded).rstrip())
+
+    for kind in kinds:
+        cluster, counts = parse_cluster(kind), plan_table.counts_of(kind)
+        name, note = cluster.hardware.name.upper(), cluster.hardware.note
+        say(f"{name} ({note})" if note else name)
+        say("", "", *map(str, counts))
+        for each in names:
+            config = NAMED[each].config() if each in NAMED else load_model_config(each)
+            if why := plan_table.why_not(config):
+                say(each, why)
+                found.append({"model": each, "unpredicted": why})
+                continue
+            for job in asked.jobs(each, config):
+                cells = [
+                    plan_table.cell(
+                        *(job, f"{count}x{name}"),
+                        host_gib=asked.host_gib,
+                        most=asked.seq_len or plan_table.MOST,
+                    )
+                    for count in counts
+                ]
+                trained = "LoRA" if job.lora else "full"
+                say(each, trained, *(cell.text for cell in cells))
+                found += [{"model": each, "trained": trained, **cell.as_json()} for cell in cells]
+    click.echo(
+        json.dumps(found, indent=1)
+        if asked.as_json
+        else f"\n{fill(plan_table.LEGEND, 100, break_on_hyphens=False)}"
+    )
 
 
 def _say_longest(job: Job, most: int, *, as_json: bool) -> None:

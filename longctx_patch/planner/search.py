@@ -134,8 +134,8 @@ def search(job: Job) -> list[Result]:
     return sorted(results, key=_order)
 
 
-def longest(job: Job) -> int:
-    """Tokens of the longest row for which a candidate fits; 0 where none does.
+def longest(job: Job, most: int = MOST_TOKENS) -> int:
+    """Tokens of the longest row, up to `most`, for which a candidate fits; 0 where none does.
 
     Found by bisection, since what a candidate takes grows with the row. Rows are shared by all
     GPUs, which takes the least memory of a GPU and of a host.
@@ -143,21 +143,33 @@ def longest(job: Job) -> int:
     # How the GPUs share a row is decided for a long row and once more for the one found, not for
     # each that is tried, because simulating every way takes most of the time here.
     way = _best_way(replace(job, seq_len=LONG), job.cluster.num_gpus)
-    tokens = _longest(job, way)
-    if not tokens:
-        return 0
-    again = _best_way(replace(job, seq_len=tokens), job.cluster.num_gpus)
-    return tokens if again == way else _longest(job, again)
+    tokens = _longest(job, most, way)
+    for _ in range(2):
+        found = way
+        way = _best_way(replace(job, seq_len=tokens), job.cluster.num_gpus) if tokens else way
+        if way == found:
+            return tokens
+        tokens = _longest(job, most, way)
+    return _longest(job, most)
 
 
-def _longest(job: Job, way: Way) -> int:
+def fastest_shared(job: Job) -> Result | None:
+    """The fastest candidate that fits in which all GPUs share each row, as in `longest`."""
+    results = _of_way(job, _best_way(job, job.cluster.num_gpus))
+    return min((result for result in results if result.fits), key=_order, default=None)
+
+
+def _longest(job: Job, most: int, way: Way | None = None) -> int:
+    """Tokens of the longest row that fits in one way, or each in the way that is best for it."""
+
     def fits(steps: int) -> bool:
         longer = replace(job, seq_len=steps * STEP_TOKENS)
-        return any(result.fits for result in _of_way(longer, way))
+        its = way or _best_way(longer, job.cluster.num_gpus)
+        return any(result.fits for result in _of_way(longer, its))
 
     low, high = 0, 1
-    while high * STEP_TOKENS <= MOST_TOKENS and fits(high):
-        low, high = high, 2 * high
+    while high * STEP_TOKENS <= most and fits(high):
+        low, high = high, min(2 * high, max(most // STEP_TOKENS, high + 1))
     while high - low > max(1, low // 256):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

@@ -1,6 +1,7 @@
 """`longctx plan`: what it prints, writes and refuses."""
 
 import json
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -145,6 +146,48 @@ def test_the_longest_row_alone(run: Run, llama_8b: Path) -> None:
     assert run("plan", *words, "--seq-len", "1M").stdout == as_text
 
 
+def test_the_table_says_what_a_plan_says(run: Run, llama_8b: Path) -> None:
+    """A cell has the longest row and the time of `longctx plan` for as large a host; with 4 bits
+    where nothing else fits."""
+    adapter, full = planned(run, llama_8b, "--gpus", "1xH100", "--table")
+    assert (adapter["trained"], full["trained"]) == ("LoRA", "full")
+    words = (llama_8b, "--gpus", "H100", "--host-gib", 200)
+    most = planned(run, *words, "--max-seq-len")["max_seq_len"]
+    assert adapter["max_seq_len"] == most
+    first = planned(run, *words, "--seq-len", most)["candidates"][0]
+    for name in ("step_s", "peak_gib", "host_gib"):
+        assert adapter[name] == first[name]
+    assert adapter["states_on_host"] is ("states" in first["offload"])
+    lines = run(
+        *("plan", llama_8b, "--gpus", "2xRTX4090", "--table", "--seq-len", "8K", "--host-gib", 14)
+    ).stdout.splitlines()
+    assert lines[0] == "RTX4090 (rates by data sheet, not measured)"
+    assert lines[1].split() == ["1", "2"]
+    assert re.search(r"  LoRA  8K\+ \d\.\ds \d+\+\d+ q +8K\+ ", lines[2])
+    assert lines[3].split()[-2:] == ["-", "-"]
+    assert "q: with `--load-in-4bit`, where" in " ".join(lines)
+
+
+def test_the_table_names_what_it_cannot_predict(run: Run, config: WriteConfig) -> None:
+    words = ("plan", config(model_type="mixtral"), "--gpus", "2xH100", "--table")
+    assert "not predicted: num_local_experts=" in run(*words).stdout.splitlines()[2]
+    (found,) = json.loads(run(*words, "--json").stdout)
+    assert found["unpredicted"].startswith("not predicted: num_local_experts=")
+    bare = run("plan", "--table")
+    assert "name a kind of --gpus, or a MODEL, or both" in bare.stderr
+
+
+def test_a_named_model_needs_no_network(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longctx_patch.cli.plan.load_model_config", None)
+    monkeypatch.setattr(
+        "longctx_patch.cli.plan.MACHINES", {"h200": MACHINES["h200"], "h100": MACHINES["h100"]}
+    )
+    found = run("plan", "Qwen/Qwen3-0.6B", "--table", "--seq-len", "4K", "--full").stdout
+    lines = found.splitlines()
+    assert [line for line in lines if line.startswith("H")] == ["H200", "H100"]
+    assert lines[2].startswith("Qwen/Qwen3-0.6B  full  4K+ ")
+
+
 @pytest.mark.usefixtures("any_longest")
 def test_options_reach_the_planner(run: Run, llama_8b: Path) -> None:
     words = (llama_8b, "--gpus", "4xH200", "--seq-len", "128K")
@@ -232,6 +275,7 @@ BAD_TOKENS = {
 }
 BAD_OPTIONS = {
     "": "--seq-len: say how long rows are, or ask --max-seq-len",
+    "--table --max-seq-len": "--table has the longest rows, each shared by all GPUs",
     "--max-seq-len --tokens-per-step 1M": "--tokens-per-step 1048576 without --seq-len",
     "--seq-len 4K --gpus 4xH300": "Did you mean 'H",
     "--seq-len 4K --host-gib nan": "--host-gib nan: ",

@@ -11,9 +11,11 @@ from longctx_patch.cli.plan_report import as_json, render
 from longctx_patch.memory.ladder import after_climbs
 from longctx_patch.planner import attention_cost as costs
 from longctx_patch.planner.degrees import TIE
-from longctx_patch.planner.job import Cluster, Job
+from longctx_patch.planner.job import Cluster, Job, parse_cluster
 from longctx_patch.planner.machines import GIB, MACHINES
-from longctx_patch.planner.search import Result, longest, search, usable_bytes
+from longctx_patch.planner.model_shape import shape_of
+from longctx_patch.planner.named_models import NAMED
+from longctx_patch.planner.search import Result, fastest_shared, longest, search, usable_bytes
 from longctx_patch.planner.step_memory import LAYER_OBJECTS_BYTES, predict_memory
 from longctx_patch.planner.step_time import predict_attention
 from tests.planner.jobs import llama_job, result_of
@@ -110,6 +112,23 @@ def test_a_host_too_small_for_loading_refuses_whole_models_only() -> None:
     assert small.shortfall == pytest.approx(loads / (loads - 0.95))
     assert found(1, fsdp=True).fits
     assert found(1, fsdp=True).loading_bytes == 4 * (4 * 2**23 + 32 * LAYER_OBJECTS_BYTES)
+
+
+def test_the_longest_row_fits_in_the_way_that_is_fastest_for_it() -> None:
+    """Over PCIe a ring is faster from half a million tokens on, and takes more memory."""
+    config = NAMED["Qwen/Qwen3-32B"].config()
+    config.num_hidden_layers, config.layer_types = 8, ["full_attention"] * 8
+    cluster = parse_cluster("8xRTX4090", 64)
+    job = Job(shape=shape_of(config, "qwen"), cluster=cluster, seq_len=2, lora=True)
+    found = fastest_shared(replace(job, seq_len=longest(job)))
+    assert found is not None
+    assert found.candidate.sequence_degree == 8
+
+
+def test_the_longest_row_is_not_looked_for_beyond_a_limit() -> None:
+    job = llama_job("H200", 2, lora=True)
+    assert longest(job, 2**15) == 2**15
+    assert longest(job, 2**15 + 1025) == 2**15 + 1024
 
 
 def test_the_longest_row_fits_and_a_longer_one_does_not() -> None:

@@ -1,0 +1,45 @@
+"""docs/reference/models.md is what the planner says: its words, and a few cells computed anew."""
+
+import re
+
+import pytest
+
+from docs.make_models import BELOW, PAGE, parts
+from longctx_patch.cli.plan import PlanOptions
+from longctx_patch.cli.plan_table import cell
+from longctx_patch.planner.named_models import NAMED
+
+TEXT = PAGE.read_text(encoding="utf-8")
+
+
+def test_the_words_are_the_codes() -> None:
+    for part in parts():
+        assert part in TEXT, "run `make models`"
+    assert "Not predicted: Qwen3-30B-A3B (num_local_experts=128), gpt-oss-20b (" in TEXT
+
+
+@pytest.mark.parametrize(
+    ("hub_name", "is_lora", "gpus"),
+    [
+        ("Qwen/Qwen3-32B", True, "1xH100"),
+        ("google/gemma-3-12b-pt", False, "8xH200"),
+        ("Qwen/Qwen3-32B", True, "1xL40S"),  # of 4 bits
+        ("meta-llama/Llama-3.1-8B", True, "1xRTX4090"),
+        ("Qwen/Qwen3.5-9B", False, "1xRTX5090"),  # nothing fits
+    ],
+)
+def test_cells_are_what_is_predicted(hub_name: str, is_lora: bool, gpus: str) -> None:
+    model, (count, kind) = NAMED[hub_name], gpus.split("x", 1)
+    options = PlanOptions(table=True, lora=is_lora)
+    job = options.jobs(hub_name, model.config())[0]
+    table = TEXT.partition(f"## {kind}\n")[2].partition("\n## ")[0]
+    way = "LoRA" if is_lora else "full"
+    (line,) = re.findall(rf"^\| {re.escape(model.name)}(?:\\\*)? \| {way} \| .*$", table, re.M)
+    written = line.split(" | ")[2:][(1, 2, 4, 8).index(int(count))].removesuffix(" |")
+    assert written.replace("&lt;", "<") == cell(job, gpus).text, "run `make models`"
+
+
+def test_a_star_is_where_the_page_has_a_measured_run() -> None:
+    assert BELOW.startswith("\\*: ")
+    starred = set(re.findall(r"^\| (\S+)\\\* ", TEXT, re.M))
+    assert starred == {model.name for model in NAMED.values() if model.measured_on}
