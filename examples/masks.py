@@ -1,8 +1,9 @@
-"""Masks: compare the operator, over four virtual ranks in one process, with dense attention.
+"""Learn how to give attention masks of your own, and how little each sends between ranks.
 
     python examples/masks.py
 
-A rank gets only the keys that its queries see, so the printed bytes show how sparse each mask is.
+Four virtual ranks in one process are compared with dense attention. A rank gets only the keys that
+its queries see, so the printed bytes show how sparse each mask is.
 """
 
 from typing import Any
@@ -20,29 +21,9 @@ from longctx_patch import (
     run_virtual_ranks,
     virtual_group,
 )
-from longctx_patch.transport import VirtualTransport
 
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = 256, 4, 2, 16
 RANKS, WINDOW, BLOCK = 4, 24, 16
-ROW = Documents((100, 1, 80, 60), TOKENS)  # what is left is padding
-
-
-def main() -> None:
-    torch.manual_seed(0)
-    query, key = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)[None, :]
-    causal = key <= query
-    show("causal", causal)
-    show("window", causal & (query - key < WINDOW), window=WINDOW)
-
-    blocks = np.eye(TOKENS // BLOCK, dtype=bool)
-    blocks[:, 0] = True  # every block of queries sees the first block of keys and its own
-    table = torch.from_numpy(blocks)[query // BLOCK, key // BLOCK]
-    show("block-sparse", causal & table, mask=masks.block_sparse(TOKENS, blocks, BLOCK))
-
-    number = torch.tensor([0] * 100 + [1] + [2] * 80 + [3] * 60 + [4] * 15)
-    same = (number[:, None] == number[None, :]) & (number < 4)[None, :]
-    show("documents", causal & same, documents=ROW)
-    show("sinks, softcap", causal, sinks=torch.randn(HEADS), softcap=5.0)
 
 
 def show(name: str, allowed: Tensor, **options: Any) -> None:
@@ -50,7 +31,7 @@ def show(name: str, allowed: Tensor, **options: Any) -> None:
     q, k, v = (torch.randn(1, TOKENS, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
     row = options.get("documents", TOKENS)
 
-    def on_one_rank(ranks: VirtualTransport) -> tuple[SequenceGroup, Tensor]:
+    def on_one_rank(ranks: Any) -> tuple[SequenceGroup, Tensor]:
         group = virtual_group(ranks, LongContextConfig(ring_degree=RANKS))
         shards = [group.layout(row).shard(x, group.group_rank, dim=1) for x in (q, k, v)]
         out, _lse = attention(*shards, group=group, num_tokens=TOKENS, **options)
@@ -78,5 +59,18 @@ def dense(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, options: dict[str, A
     return torch.einsum("bhlm,bmhd->blhd", weights, v)
 
 
-if __name__ == "__main__":
-    main()
+torch.manual_seed(0)
+query, key = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)[None, :]
+causal = key <= query
+show("causal", causal)
+show("window", causal & (query - key < WINDOW), window=WINDOW)
+
+blocks = np.eye(TOKENS // BLOCK, dtype=bool)
+blocks[:, 0] = True  # every block of queries sees the first block of keys and its own
+table = torch.from_numpy(blocks)[query // BLOCK, key // BLOCK]
+show("block-sparse", causal & table, mask=masks.block_sparse(TOKENS, blocks, BLOCK))
+
+number = torch.tensor([0] * 100 + [1] + [2] * 80 + [3] * 60 + [4] * 15)  # 4 is padding
+same = (number[:, None] == number[None, :]) & (number < 4)[None, :]
+show("documents", causal & same, documents=Documents((100, 1, 80, 60), TOKENS))
+show("sinks, softcap", causal, sinks=torch.randn(HEADS), softcap=5.0)

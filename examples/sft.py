@@ -1,69 +1,76 @@
-"""TRL's SFTTrainer on chats, with each row cut over two processes.
+"""Learn how to fine-tune on long chats with tools by TRL's SFTTrainer.
 
     torchrun --standalone --nproc_per_node 2 examples/sft.py     # on two GPUs or on a CPU
 
-A tiny random Llama learns the assistant's words of made-up chats, and is saved in the folder `run`
-with its tokenizer.
+A tiny random Llama of bytes reads long lists of prices, and learns to call a tool with two of them
+and to say what the tool returns. Each chat is cut over two processes. The model is saved in `run`.
 """
+
+import json
 
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+from transformers.utils import get_json_schema
 from trl import SFTConfig, SFTTrainer
+from trl.chat_template_utils import qwen2_5_chat_template
 
 from longctx_patch import LongContextConfig, LongContextTrainerMixin, close_accelerator
+from longctx_patch.recipes.models import byte_tokenizer
 
 
 class LongSFTTrainer(LongContextTrainerMixin, SFTTrainer):
     """SFTTrainer over rows that several processes share."""
 
 
-# `generation` says which words are the assistant's; TRL knows it of the usual templates.
-TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'user' %}<user> {{ m.content }} <end> "
-    "{% else %}{% generation %}{{ m.content }} <end> {% endgeneration %}{% endif %}{% endfor %}"
-)
-WORDS = ["<pad>", "<end>", "<user>", *map(str, range(100))]
+def add(x: int, y: int) -> int:
+    """Add two numbers.
 
-split = Tokenizer(WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="<pad>"))
-split.pre_tokenizer = WhitespaceSplit()
-tokenizer = PreTrainedTokenizerFast(
-    tokenizer_object=split, pad_token="<pad>", eos_token="<end>", chat_template=TEMPLATE
-)
+    Args:
+        x: The first number.
+        y: The second number.
+    """
+    return x + y
+
+
+def chat(prices: list[int]) -> dict[str, object]:
+    asked = {"x": prices[0], "y": prices[-1]}
+    call = {"type": "function", "function": {"name": "add", "arguments": asked}}
+    messages = [
+        {"role": "user", "content": f"What do the first and the last cost together? {prices}"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": str(add(**asked))},
+        {"role": "assistant", "content": f"{add(**asked)} euros."},
+    ]
+    return {"messages": messages, "tools": json.dumps([get_json_schema(add)])}
+
+
+tokenizer = byte_tokenizer()  # yours: AutoTokenizer.from_pretrained(NAME), which has a template
+tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
+tokenizer.chat_template = qwen2_5_chat_template
+set_seed(0)  # so that every process makes the same model and rows
 tiny = LlamaConfig(
-    vocab_size=len(WORDS),
     hidden_size=64,
     intermediate_size=128,
     num_hidden_layers=2,
     num_attention_heads=4,
-    num_key_value_heads=2,
+    vocab_size=259,
 )
-chats = []
-for first in range(40):
-    numbers = [str(n % 100) for n in range(first, 2 * first + 50)]
-    asked = {"role": "user", "content": " ".join(numbers)}
-    answer = {"role": "assistant", "content": " ".join(reversed(numbers))}
-    chats.append({"messages": [asked, answer]})
-
-set_seed(0)
 on_gpu = torch.cuda.is_available()
 trainer = LongSFTTrainer(
-    model=LlamaForCausalLM(tiny),  # or the name of one
+    model=LlamaForCausalLM(tiny),  # yours: its name
     args=SFTConfig(
         output_dir="run",
         max_length=None,  # TRL's default cuts rows to 1,024 tokens
         max_steps=10,
         per_device_train_batch_size=2,
-        learning_rate=1e-3,
+        learning_rate=3e-3,
         logging_steps=1,
-        assistant_only_loss=True,
+        assistant_only_loss=True,  # calls and answers are learned, nothing else
         bf16=on_gpu,
         use_cpu=not on_gpu,
     ),
-    train_dataset=Dataset.from_list(chats),
+    train_dataset=Dataset.from_list([chat(row) for row in torch.randint(100, (40, 100)).tolist()]),
     processing_class=tokenizer,
     long_context=LongContextConfig(ring_degree=2, checkpoint="auto"),
 )

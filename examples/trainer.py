@@ -1,8 +1,9 @@
-"""transformers' Trainer, with each row cut over two processes.
+"""Learn how to train long rows with transformers' Trainer.
 
     torchrun --standalone --nproc_per_node 2 examples/trainer.py     # on two GPUs or on a CPU
 
-A tiny random Llama learns made-up rows, is evaluated on others, and is saved in the folder `run`.
+A tiny random Llama learns made-up rows, each cut over two processes, is evaluated on others, and is
+saved in the folder `run`.
 """
 
 import torch
