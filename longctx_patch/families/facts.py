@@ -156,13 +156,14 @@ def layer_kinds(config: Any) -> tuple[str, ...]:
     return tuple(given(config, "layer_types") or ())
 
 
-def chunk_of(config: Any, layer: int | None) -> int | None:
-    """Tokens of the chunks in which a layer attends; None: it attends to whole documents."""
+def chunks_of(config: Any) -> dict[int, int | None]:
+    """Returns the tokens of the chunks in which layers attend, by the layer's number; layers that
+    are not in it attend to whole documents."""
     kinds = layer_kinds(config)
-    if CHUNKED not in kinds or layer is None or kinds[layer] != CHUNKED:
-        return None
+    if CHUNKED not in kinds:
+        return {}
     chunk: int | None = given(config, "attention_chunk_size")
-    return chunk
+    return {number: chunk for number, kind in enumerate(kinds) if kind == CHUNKED}
 
 
 def sees_absolute_positions(config: Any) -> bool:
@@ -179,7 +180,7 @@ def _layer(config: Any, number: int) -> LayerFacts:
     return LayerFacts(
         kind=kind,
         window=window if kind == WINDOWED else None,
-        chunk=chunk_of(config, number),
+        chunk=chunks_of(config).get(number),
         rope=rope[number] if rope else None,
         is_dense=_is_dense(config, number),
         shares_keys=number

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from longctx_patch.config import LongContextConfig, require_config
 from longctx_patch.engine.groups import SequenceGroup, make_sequence_group
 from longctx_patch.families.checks import check_model_config, check_modules
+from longctx_patch.families.facts import chunks_of
 from longctx_patch.families.rope_facts import reachable_length
 from longctx_patch.hf.call.decoder_call import DecoderCalls
 from longctx_patch.hf.call.fire_check import FirstStep
@@ -139,6 +140,7 @@ def _unbound_handle(
         countable=countable(mixers),
         own_forward_trains=not any(map(lacks_convolution, mixers)),
         reach=reachable_length(decoder.config),
+        chunks=chunks_of(decoder.config),
     )
     close = group.close if given is None else lambda: None  # a given group is its maker's
     return PatchHandle(base, calls, RowPasses(base, group), [close])

@@ -107,6 +107,8 @@ class DecoderCalls:
     reach: int | None = None
     """Tokens of the longest document within reach of the model's RoPE; None: any. It is looked up
     once, as the config's facts take 0.1 ms a layer."""
+    chunks: Mapping[int, int | None] = field(default_factory=dict)
+    """Tokens of the chunks in which layers attend, by the layer's number; looked up once too."""
     seen: set[LayerKind] = field(default_factory=set)
     """Kinds of layers that have run."""
     prepared: dict[bytes, ShardedCall] = field(default_factory=dict)
@@ -218,7 +220,7 @@ class DecoderCalls:
             mask = self._mask(row)
         except ValueError:
             return
-        call = ShardedCall(self.group, row.documents, mask, row.real_lengths, self.seen)
+        call = ShardedCall(self.group, row, mask, self.seen, self.chunks)
         call.make_plans()
         self.prepared[row.key] = call
 
@@ -318,8 +320,7 @@ class DecoderCalls:
             return {transformers_api.CALL_KEY: None}
         call = self.prepared.pop(found.row.key, None)
         if call is None or call.mask != found.mask:
-            lengths = found.row.real_lengths
-            call = ShardedCall(self.group, documents, found.mask, lengths, self.seen)
+            call = ShardedCall(self.group, found.row, found.mask, self.seen, self.chunks)
         call.fire_check, call.positions = self.first_step.begin(self.decoder), found.positions
         call.only_windows_are_masked = found.rows is not None and found.rows.only_windows_see_ahead
         return {

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from longctx_patch.data.descriptor import Descriptor
 from longctx_patch.engine.autograd import distributed_attention
 from longctx_patch.engine.call import AttentionCall, CallShape
 from longctx_patch.engine.chain.chain_run import checked_chain
 from longctx_patch.engine.decided import decided_call, row_mask
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.engine.selective import selection_of
-from longctx_patch.families.facts import chunk_of
 from longctx_patch.hf.call.fire_check import FireCheck
 from longctx_patch.hf.call.gather import whole_router_logits
 from longctx_patch.hf.call.inputs import KNOWN_TO_LAYERS, short
@@ -24,7 +24,6 @@ from longctx_patch.plans import Direction
 from longctx_patch.plans.chain import Chain
 from longctx_patch.plans.head_split import halves
 from longctx_patch.plans.recurrent import RecurrentShape, RecurrentWay, decide_recurrence
-from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.layout import Layout
 from longctx_patch.sequence.masks import Mask
 
@@ -58,21 +57,21 @@ class ShardedCall:
     def __init__(
         self,
         group: SequenceGroup,
-        documents: Documents,
+        row: Descriptor,
         mask: Mask | None,
-        real_lengths: tuple[int, ...],
         seen: set[LayerKind],
+        chunks: Mapping[int, int | None],
     ) -> None:
         self.group = group
-        self.documents = documents
+        self.documents, self.real_lengths = row.documents, row.real_lengths
         self.mask = mask
         """Who sees whom in layers with full attention; None: causal within documents."""
         self.only_windows_are_masked = False
         """Whether layers without a window are causal in spite of the mask, as Gemma 4's are."""
-        self.real_lengths = real_lengths
-        """Tokens of each row of the batch without its padding."""
         self.seen = seen
         """Kinds of layers that have run; plans made ahead are for these."""
+        self.chunks = chunks
+        """Tokens of the chunks in which layers attend, by the layer's number."""
         self.fire_check: FireCheck | None = None
         self.positions: Tensor | None = None
         """`[L]`: positions of this rank's tokens in their documents; set when the pass begins."""
@@ -166,7 +165,7 @@ def sharded_attention(
     shape, expansion = CallShape.of(q_BLHD, k_BLGD, v_BLGD), expansion_of(module, query)
     if expansion is not None:
         shape = shape.with_latents(k_BLGD, v_BLGD, expansion.value_dim)
-    chunk = chunk_of(module.config, getattr(module, "layer_idx", None))
+    chunk = call.chunks.get(getattr(module, "layer_idx", -1))
     kind = LayerKind(Score(scale, softcap), window, shape, chunk)
     group = call.group.config.shifted_group if module.training else 0
     parts = parts_of(kind, group)
