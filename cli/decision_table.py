@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from longctx_patch.cli.decisions import Decisions
@@ -18,6 +19,7 @@ from longctx_patch.memory.policies import POLICIES
 from longctx_patch.planner.search import usable_bytes
 from longctx_patch.recipes import models
 from longctx_patch.recipes.mixture import read_mixture
+from longctx_patch.recipes.run_record import WEIGHT_FILES
 from longctx_patch.recipes.settings import Settings
 from longctx_patch.rules.text_table import size_text
 
@@ -41,7 +43,12 @@ def table(decisions: Decisions) -> list[Row]:
 
 def _of_model(decisions: Decisions) -> Iterator[Row]:
     settings = decisions.settings
-    random = " (random weights: a bare config)" if models.is_bare_config(settings.model) else ""
+    random = ""
+    if models.is_bare_config(settings.model):
+        folder = Path(settings.model).parent
+        beside = any(next(folder.glob(name), None) for name in WEIGHT_FILES)
+        random = " (random weights: a bare config)"
+        random += "; NOT those beside it, which its folder would give" * beside
     yield "model", settings.model, f"{decisions.num_parameters:,} parameters{random}"
     if (whole := models.whole_config(settings.model)) is not None:
         why = f"{whole.model_type} reads them: its text model is trained, and is what final/ holds"

@@ -28,7 +28,7 @@ from longctx_patch.recipes.data.unwritten import FIELDS
 class PatchOptions(TrainingOptions, RopeOptions):
     """The options of `longctx patch`, as click reads them; None for options not given."""
 
-    seq_len: int = option("Tokens: 131072, 128K or 1M [longest of --stages].", type=Tokens())
+    seq_len: int = option("Tokens: 131072, 128K or 1M [of --stages, or --context].", type=Tokens())
     gpus: str = option("In all, over all nodes: 4, or 4xH200.", type=Gpus(), required=True)
     out: Path = option("New run folder.", required=True)
     ulysses: int | None = option("Ulysses degree [by the model's heads, and what its rows hold].")

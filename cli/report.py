@@ -165,11 +165,15 @@ def _span(values: Sequence[float]) -> tuple[float, float]:
     return (low, high) if high > low else (low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2)
 
 
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
 def _axes(steps: tuple[float, float], values: tuple[float, float]) -> Iterable[str]:
     floor, left = HEIGHT - BOTTOM, LEFT - 6
     yield f'<path d="M{LEFT} 8V{floor}H{WIDTH - 8}" fill="none" stroke="#9aa5b4"/>'
-    yield f'<text x="{left}" y="{floor}" text-anchor="end">{values[0]:.4g}</text>'
-    yield f'<text x="{left}" y="16" text-anchor="end">{values[1]:.4g}</text>'
+    yield f'<text x="{left}" y="{floor}" text-anchor="end">{_short(values[0])}</text>'
+    yield f'<text x="{left}" y="16" text-anchor="end">{_short(values[1])}</text>'
     yield f'<text x="{LEFT}" y="{HEIGHT - 8}">step {steps[0]:g}</text>'
     yield f'<text x="{WIDTH - 8}" y="{HEIGHT - 8}" text-anchor="end">{steps[1]:g}</text>'
 

@@ -242,6 +242,8 @@ def reach_of(settings: Evaluated) -> int | None:
 def notes_of(settings: Evaluated, config: PreTrainedConfig, longest: int) -> Iterator[str]:
     """Says what a reader of the scores has to know of the model. `longest`: tokens of a row."""
     yield f"weights in {settings.dtype}"
+    if settings.base and is_bare_config(settings.base):
+        yield "began with random weights, so no base stands beside it"
     reach = reachable_length(config)
     if reach is not None and reach < longest:
         yield f"reaches {reach:,} tokens, and is evaluated beyond without another RoPE"

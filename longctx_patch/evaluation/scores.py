@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
@@ -164,7 +164,20 @@ def compare_scores(scores: Sequence[ContextScores]) -> str:
     blocks.append(_losses_by_position(scores, labels))
     tasks = {name: task for each in scores for name, task in each.tasks.items()}
     blocks.append([f"{name}: {task.note}" for name, task in tasks.items() if task.note])
+    blocks.append([*_silent(scores)])
     return "\n\n".join(map("\n".join, filter(None, blocks)))
+
+
+def _silent(scores: Sequence[ContextScores]) -> Iterable[str]:
+    """Says of a task that no model can do at any length that it shows nothing."""
+    for name in dict.fromkeys(name for each in scores for name in each.tasks):
+        cells = [cell for each in scores if name in each.tasks for cell in each.tasks[name].cells]
+        if not any(cell.score for cell in cells):
+            shortest = in_k(min(cell.length for cell in cells))
+            yield (
+                f"{name}: 0 at {shortest} tokens too, so it says nothing about a context. Read the "
+                "losses by position (--text), or take a task that a model can do."
+            )
 
 
 def _losses_by_position(scores: Sequence[ContextScores], labels: Sequence[str]) -> list[str]:
