@@ -15,6 +15,7 @@ dropped from the outputs.
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from longctx_patch.families.supported import FAMILIES
 from longctx_patch.hf.call.decoder_call import ShardedPass
 from longctx_patch.hf.call.gather import ChosenTokens, chosen_tokens
 from longctx_patch.hf.loss.shard_loss import LossPass, ShardLoss
-from longctx_patch.hf.loss.token_head import StandIn, TokenFields
+from longctx_patch.hf.loss.token_head import TokenFields
 from longctx_patch.loss.law import IGNORE_INDEX
 from longctx_patch.loss.linear_cross_entropy import linear_cross_entropy, linear_scores
 
@@ -40,7 +41,8 @@ class LossPasses:
 
     def __init__(self, model: PreTrainedModel, loss: ShardLoss) -> None:
         self.loss = loss
-        self._model, self._stand_in = model, StandIn()
+        self._model = model
+        self._give_back: Callable[[], object] = lambda: None
         self._keeps_logits = loss.group.config.loss == "logits"
         """Whether a pass with labels returns its logits."""
 
@@ -48,8 +50,17 @@ class LossPasses:
         """Close what is open, perhaps of an interrupted pass."""
         current = self.loss.current
         self.loss.close()
-        self._stand_in.end()
+        self._give_back()
+        self._give_back = lambda: None
         return current
+
+    def _run_as(
+        self, head: nn.Module, forward: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
+    ) -> None:
+        """Run the head as `forward(own, hidden)` in this pass, where `own` is its own forward."""
+        own, before = head.forward, {k: v for k, v in vars(head).items() if k == "forward"}
+        vars(head)["forward"] = MethodType(lambda _, hidden: forward(own, hidden), head)
+        self._give_back = lambda: (vars(head).pop("forward"), vars(head).update(before))
 
     def open(self, found: ShardedPass) -> None:
         """Begin a pass that all ranks have accepted."""
@@ -57,9 +68,7 @@ class LossPasses:
         if rows is not None and rows.columns is not None:
             group = self.loss.group
             chosen = chosen_tokens(rows, group.layout(found.row.documents))[group.group_rank]
-            self._stand_in.begin(
-                self._model.get_output_embeddings(), partial(_chosen_logits, chosen)
-            )
+            self._run_as(self._model.get_output_embeddings(), partial(_chosen_logits, chosen))
         if found.num_labels is None or found.shift_labels is None:
             return
         current = LossPass(found.shift_labels, found.num_labels, found.group_labels)
@@ -68,13 +77,13 @@ class LossPasses:
             current.wants, current.with_top1 = "log_probs", rows.wanted == "top1"
             current.look_up()
             if not _has_hooks_on_logits(self._model):
-                self._stand_in.begin(self._model.get_output_embeddings(), self._log_probs)
+                self._run_as(self._model.get_output_embeddings(), self._log_probs)
         elif not self._keeps_logits:
             if rows is not None and rows.wanted == "scores":
                 current.wants, current.how = "scores", rows.scores
             current.look_up()
             if (head := plain_head(self._model)) is not None:
-                self._stand_in.begin(head, self._loss_of)
+                self._run_as(head, self._loss_of)
 
     def _log_probs(self, own: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
         current, (softcap, scale) = self._current()

@@ -1,14 +1,8 @@
-"""A head that returns something else than logits of all tokens, in one pass.
+"""The fields of a pass that tells of labels, token by token."""
 
-Under FSDP2 the head's whole weight exists only while the head itself runs, so its instance gets
-another forward for the time of the pass.
-"""
-
-from collections.abc import Callable
 from dataclasses import dataclass
-from types import MethodType
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.utils import ModelOutput
 
 
@@ -29,30 +23,3 @@ class TokenFields(ModelOutput):
     label_mask: Tensor | None = None
     aux_loss: Tensor | None = None
     """A scalar: the router's loss."""
-
-
-class StandIn:
-    """Another forward for a model's head, until `end`."""
-
-    def __init__(self) -> None:
-        self._end: Callable[[], None] | None = None
-
-    def begin(
-        self, head: nn.Module, forward: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
-    ) -> None:
-        """Run the head as `forward(own, hidden)`, where `own` is its own forward."""
-        own, before = head.forward, vars(head).get("forward")
-        vars(head)["forward"] = MethodType(lambda _, hidden: forward(own, hidden), head)
-
-        def end() -> None:
-            if before is None:
-                del vars(head)["forward"]
-            else:
-                vars(head)["forward"] = before
-
-        self._end = end
-
-    def end(self) -> None:
-        end, self._end = self._end, None
-        if end is not None:
-            end()
