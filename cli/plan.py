@@ -145,19 +145,19 @@ def plan_command(model: str | None, **options: Any) -> None:
         rope = "yarn" if "yarn" in kinds else next(iter(kinds), None)
         _say_candidates(asked, results, most, reach)
         if not asked.as_json and any(result.fits for result in results):
-            degree = results[0].candidate.sequence_degree
-            click.echo(f"\nNext: {next_command(model, asked, job, rope, degree)}")
+            click.echo(f"\nNext: {next_command(model, asked, results[0], rope)}")
     if not (any(result.fits for result in results) if results else most):
         raise click.exceptions.Exit(1)
 
 
-def next_command(model: str, asked: PlanOptions, job: Job, rope: str | None, degree: int) -> str:
+def next_command(model: str, asked: PlanOptions, best: "Result", rope: str | None) -> str:
     """The `longctx patch` that makes the run folder of what was planned.
+
+    How many GPUs share a row is left to it where all do, or where the rows of a step decide. So is
+    the checkpoint policy: `auto` fits wherever another does.
 
     Args:
         rope: the scaling of RoPE that the length needs; None: none.
-        degree: how many GPUs share a row. It is left to `longctx patch` where all do, or where the
-            rows of a step decide.
     """
     from longctx_patch.recipes.models import (
         is_bare_config,
@@ -169,7 +169,8 @@ def next_command(model: str, asked: PlanOptions, job: Job, rope: str | None, deg
     first, model = None, weights_or_config(model)
     if asked.lora and not is_bare_config(model) and whole_config(model) is not None:
         first, model = text_model_command(model)  # an adapter's base
-    cluster = job.cluster
+    job, way = best.job, best.candidate
+    cluster, degree = job.cluster, way.sequence_degree
     words = ["longctx", "patch", model, "--gpus", str(cluster), "--seq-len", str(job.seq_len)]
     nodes = cluster.num_gpus // cluster.gpus_per_node
     is_left = degree == cluster.num_gpus or job.rows_per_step
@@ -180,13 +181,15 @@ def next_command(model: str, asked: PlanOptions, job: Job, rope: str | None, deg
         "--rank": asked.rank,
         "--also-train": ",".join(job.also_train) or None,
         "--dtype": asked.dtype,
-        "--host-gib": asked.host_gib,
+        "--host-gib": None if asked.host_gib is None else f"{asked.host_gib:g}",
         "--rows-per-step": job.rows_per_step or None,
+        "--attention-kept": f"{way.attention_kept:g}" if way.attention_kept < 1 else None,
     }
     for name, value in given.items():
         words += [] if value is None else [name, str(value)]
     words += [] if asked.lora else ["--full"]
     words += ["--load-in-4bit"] if asked.load_in_4bit else []
+    words += ["--states-on-host"] if way.offload_states else []
     command = shlex.join([*words, "--data", "DATA", "--out", "run/"])
     return command if first is None else f"{first} && {command}"
 

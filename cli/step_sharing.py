@@ -12,7 +12,7 @@ from longctx_patch.cli.patch_options import PatchOptions
 from longctx_patch.families.checks import check_model_config
 from longctx_patch.families.facts import ModelFacts
 from longctx_patch.families.recurrent_layers import recurrent_layers
-from longctx_patch.planner.advice import advice, fastest
+from longctx_patch.planner.advice import advice, fastest, in_4_bits
 from longctx_patch.planner.attention_cost import Workload
 from longctx_patch.planner.degrees import TIE, Way, costs_of_ways, most_ulysses, preferred
 from longctx_patch.planner.job import (
@@ -323,7 +323,8 @@ def _require_fit(result: Result) -> Result:
     """Raise ValueError where a run is predicted not to fit, with what to change."""
     if not result.fits:
         raise ValueError(
-            f"--gpus {result.job.cluster}: the run {result.reason}. {advice(result)}. `longctx "
-            "plan` compares more; with the number of GPUs alone nothing is predicted."
+            f"--gpus {result.job.cluster}: the run {result.reason}. {advice(result)}."
+            f"{in_4_bits(result)} `longctx plan` compares more; with the number of GPUs alone "
+            "nothing is predicted."
         )
     return result

@@ -52,10 +52,24 @@ def advice(used: Result) -> str:
         how = f"{flags(best)}, with {best.forwards} forwards a step," if again else flags(best)
         text = f"{how} is predicted to take {best.memory.total / GIB:.1f} GiB"
         return text + (f" and {best.host_bytes / GIB:.0f} of a host" if best.host_bytes else "")
+    most = longest(job)
+    if not most:
+        others = "use more GPUs" if job.lora else "train an adapter (--lora), or use more GPUs"
+        return f"no row is predicted to fit on {job.cluster}: {others}, or a host with more memory"
     return (
-        f"the longest row predicted to fit on {job.cluster} has {longest(job):,} tokens: shorten "
+        f"the longest row predicted to fit on {job.cluster} has {most:,} tokens: shorten "
         "rows (--seq-len), or share each between more GPUs"
     )
+
+
+def in_4_bits(used: Result) -> str:
+    """A sentence, after a space, on an adapter over weights of 4 bits that is predicted to fit
+    where `used` doesn't; empty where there is none."""
+    job = used.job
+    if not job.lora or job.dtype == "nf4":
+        return ""
+    best = search(replace(job, dtype="nf4", fsdp=False))[0]
+    return f" {flags(best)} is predicted to fit." if best.fits else ""
 
 
 def flags(result: Result) -> str:

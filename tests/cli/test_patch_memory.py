@@ -75,6 +75,23 @@ def test_what_will_not_fit_is_refused(run: Run, config: Write, tmp_path: Path) -
     assert not (tmp_path / "run").exists()
 
 
+def test_a_card_without_room_is_told_what_to_type(run: Run, config: Write, tmp_path: Path) -> None:
+    """States to the host, or weights of 4 bits; where neither fits, an adapter."""
+    model = config(**LLAMA_8B, dtype="bfloat16")
+    words = ("--seq-len", 32768, "--host-gib", 64)
+    code, output = patch(run, model, tmp_path / "run", "1xRTX4090", *words)
+    assert code == 1
+    assert "--mlp-tiles 1 --states-on-host is predicted to take" in output
+    narrow = "--load-in-4bit --ulysses 1 --ring 1 --checkpoint auto --mlp-tiles"
+    assert re.search(narrow + r" \d is predicted to fit\.", output)
+    code, output = patch(run, model, tmp_path / "run", "1xRTX4090", *words, "--full")
+    assert code == 1
+    assert "no row is predicted to fit on 1xRTX4090: train an adapter (--lora)" in output
+    code, output = patch(run, model, tmp_path / "run", "1xRTX4090", *words, "--states-on-host")
+    assert code == 0, output
+    assert "MFU; rates by data sheet, not measured" in output
+
+
 def test_a_small_host_refuses_the_run(run: Run, config: Write, tmp_path: Path) -> None:
     model = config(**LLAMA_8B)
     words = ("--seq-len", 2**20, "--full", "--checkpoint", "offload")

@@ -33,7 +33,8 @@ def llama_8b(config: WriteConfig) -> Path:
 @pytest.fixture
 def any_longest(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of all else: the longest row that fits is not searched for."""
-    monkeypatch.setattr("longctx_patch.planner.search.longest", lambda job: 2**20)
+    for module in ("advice", "search"):  # advice first: it must not import what is put here
+        monkeypatch.setattr(f"longctx_patch.planner.{module}.longest", lambda job: 2**20)
 
 
 def planned(run: Run, *words: object) -> Any:
@@ -120,6 +121,16 @@ def test_the_next_command_makes_the_folder(
     assert words == [*wanted, "--data", "DATA", "--out", "run/"]
     done = run(*words[1:-4], "--out", tmp_path / "run")
     assert done.exit_code == 0, done.output
+
+
+@pytest.mark.usefixtures("any_longest")
+def test_the_next_command_of_a_card_moves_states_to_the_host(run: Run, llama_8b: Path) -> None:
+    words = ("plan", llama_8b, "--gpus", "RTX4090", "--host-gib", 64, "--dtype", "bfloat16")
+    said = run(*words, "--seq-len", "8K").output.splitlines()
+    assert "RTX4090: rates by data sheet, not measured." in said
+    assert "--host-gib 64 --states-on-host --data DATA --out run/" in said[-1]
+    assert "--attention-kept" not in said[-1]
+    assert " --attention-kept 0 " in run(*words, "--seq-len", "184K").output.splitlines()[-1]
 
 
 @pytest.mark.usefixtures("any_longest")

@@ -39,6 +39,24 @@ def test_cells_are_what_is_predicted(hub_name: str, is_lora: bool, gpus: str) ->
     assert written.replace("&lt;", "<") == cell(job, gpus).text, "run `make models`"
 
 
+def test_the_page_of_one_card_says_what_is_predicted() -> None:
+    text = (PAGE.parents[1] / "how-to/one-24gb-card.md").read_text(encoding="utf-8")
+    model, card = NAMED["Qwen/Qwen3-8B"], "1xRTX4090"
+    ways: dict[str, tuple[PlanOptions, float]] = {
+        "--load-in-4bit": (PlanOptions(load_in_4bit=True), 64),
+        "--states-on-host": (PlanOptions(), 64),
+        "--full --states-on-host": (PlanOptions(lora=False), 192),
+    }
+    for way, (options, host_gib) in ways.items():
+        job = options.jobs(model.hub_name, model.config())[0]
+        longest = cell(job, card, host_gib=host_gib).as_json()
+        short = cell(job, card, host_gib=host_gib, most=32768).as_json()
+        assert longest["states_on_host"] is short["states_on_host"] is ("states" in way)
+        memory = f"{short['peak_gib']:.1f} + {short['host_gib']:.0f}"
+        row = f"{host_gib} | {longest['max_seq_len']:,} | {short['step_s']:.1f} | {memory}"
+        assert f"| `{way}` | {row} |" in text
+
+
 def test_a_star_is_where_the_page_has_a_measured_run() -> None:
     assert BELOW.startswith("\\*: ")
     starred = set(re.findall(r"^\| (\S+)\\\* ", TEXT, re.M))
