@@ -18,6 +18,7 @@ from typing import Any, Literal
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from longctx_patch.recipes.data.call_arguments import escaped_arguments, hint_of_mappings
 from longctx_patch.recipes.data.losses import Losses
 from longctx_patch.recipes.data.records import Record
 from longctx_patch.recipes.data.specials import MARK, Specials, Tokens, without_marks
@@ -154,7 +155,8 @@ class Template:
         template leaves out and may.
 
         Raises BadRecord for messages that the template refuses, for those that it leaves out, as
-        many do with roles that they don't know, and for fields that it leaves out.
+        many do with roles that they don't know, for fields that it leaves out, and for arguments of
+        tools that it would escape.
         """
         _check_kinds(record, messages)
         text, spans = self._rendered(record, messages, ends=ends)
@@ -165,6 +167,7 @@ class Template:
             )
         self._check_roles(record, messages, text)
         if ends:
+            self._check_arguments(record, messages)
             left_out = self._check_fields(record, messages)
             if losses is not None:
                 for _, name in left_out:
@@ -226,9 +229,22 @@ class Template:
         except (TemplateError, TypeError, KeyError, ValueError) as error:
             if isinstance(error, TypeError) and "list" in str(error):  # not joined with a text
                 _check_parts(record, messages)
-            raise record.refused(f"the chat template refuses it: {error}") from error
+            hint = hint_of_mappings(messages, error)
+            raise record.refused(f"the chat template refuses it: {error}{hint}") from error
         _check_parts(record, messages, text)
         return text, spans[0] if spans else []
+
+    def _check_arguments(self, record: Record, messages: Sequence[Message]) -> None:
+        found = escaped_arguments(
+            messages, lambda given: self._rendered(record, given, ends=True)[0]
+        )
+        if found is not None:
+            number, arguments = found
+            raise record.refused(
+                f"message {number + 1} calls a tool with the arguments {arguments[:60]!r}, a text, "
+                "and the chat template would escape its quotes, so that the model would learn to "
+                "write such calls. Give an object in its place, as json.loads makes it."
+            )
 
     def _check_fields(self, record: Record, messages: Sequence[Message]) -> dict[Field, bool]:
         """The fields that the template may leave out and does, and whether all of each."""

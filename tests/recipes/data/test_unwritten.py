@@ -1,5 +1,6 @@
 """A record of which the chat template leaves out a field is refused with the field's name."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -71,6 +72,57 @@ def test_fields_that_the_template_leaves_out(name: str) -> None:
             allowed.tokens(record, fields["messages"])
     else:
         assert any(allowed.tokens(record, fields["messages"])[1])
+
+
+def in_text() -> Record:
+    """A record whose call has its arguments as OpenAI's API gives them. The same text is a tool's
+    answer, and a template may escape that."""
+    arguments, calling = '{"word": "one"}', call()
+    calling["function"]["arguments"] = arguments
+    messages = [
+        said("user", "One?"),
+        said("assistant", "", tool_calls=[calling]),
+        said("tool", json.dumps(arguments), tool_call_id="abcdefghi"),
+        said("assistant", "First."),
+    ]
+    return Record({"messages": messages}, "a.jsonl, line 7")
+
+
+def writing(arguments: str) -> str:
+    """ChatML that writes the arguments of calls in this way."""
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.name + ARGUMENTS }}{% endfor %}"
+    return CHATML.replace(
+        "{{ m.content }}", calls.replace("ARGUMENTS", arguments) + "{{ m.content }}"
+    )
+
+
+TEXT = (
+    r"essage 2 calls a tool with the arguments '\{\"word\": \"one\"\}', a text.* an object in its "
+    r"place, as json.loads makes it."
+)
+
+
+@pytest.mark.parametrize(
+    ("family", "template", "why"),
+    [
+        *((name, None, "m" + TEXT) for name in ("qwen2_5", "llama3_1", "gpt_oss", "mistral")),
+        (
+            "smollm2",
+            writing("(c.function.arguments | items | list | string)"),
+            "the chat template refuses it: Can only get item pairs from a mapping. M" + TEXT,
+        ),
+    ],
+)
+def test_arguments_that_are_json_in_a_text(family: str, template: str | None, why: str) -> None:
+    """A template that writes them by `tojson` would escape their quotes."""
+    with pytest.raises(BadRecord, match=rf"^a.jsonl, line 7: {why}"):
+        template_of(family, template).tokens(record := in_text(), record.fields["messages"])
+
+
+def test_a_template_that_takes_arguments_in_a_text() -> None:
+    template = template_of("smollm2", writing("c.function.arguments"))
+    record = in_text()
+    assert any(template.tokens(record, record.fields["messages"])[1])
 
 
 def test_a_template_that_takes_no_other_values() -> None:
