@@ -63,7 +63,8 @@ def is_patched(model: Any) -> bool:
 def settle_checkpointing(args: Any, config: LongContextConfig) -> None:
     """Switch transformers' checkpointing off where the config has a policy of its own.
 
-    Who asked for it is warned, once on each node. TRL switches it on by default: then nobody asked.
+    Who asked for it is warned, once on each node. TRL switches it on by default, which
+    can't be told from a user who asked: nothing is said there.
     """
     name = _SWITCHES[0]
     if config.checkpoint == "none" or not getattr(args, name, False):
