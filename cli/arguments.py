@@ -5,6 +5,7 @@ and how an option that is gone is refused."""
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass, field, fields
+from importlib.util import find_spec
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -221,6 +222,15 @@ def _check_divides(degree: int, num_ranks: int, ulysses: int | None, ring: int |
                 f"{degree}. Use --{name} {' or '.join(map(str, fitting))}, or set "
                 "--sequence-degree."
             )
+
+
+def require_trl(recipe: str) -> None:
+    """Raise ValueError where the recipe needs TRL and it is not installed."""
+    if recipe != "finetune" and find_spec("trl") is None:
+        raise ValueError(
+            f"the recipe {recipe} (chats, completions, preferences, rows of tokens) needs TRL, "
+            'which is not installed: pip install "longctx-patch[trl]".'
+        )
 
 
 def gone_option(name: str, instead: str) -> Callable[[Any], Any]:

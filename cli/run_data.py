@@ -3,10 +3,11 @@
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from longctx_patch.cli.arguments import require_trl
 from longctx_patch.loss.law import IGNORE_INDEX
 from longctx_patch.recipes import models
 from longctx_patch.recipes.data.conversations import MARKED
@@ -15,9 +16,11 @@ from longctx_patch.recipes.data.token_table import column_lengths, lengths_of, l
 from longctx_patch.recipes.settings import parse_settings
 from longctx_patch.recipes.text_rows import Share, TextRows
 from longctx_patch.recipes.text_sources import evaluation_rows, rows_of_run
-from longctx_patch.recipes.trl_data import RunData, packed_rows, tables_of_run
 from longctx_patch.recipes.yaml_file import read_yaml
 from longctx_patch.rules.text_table import aligned
+
+if TYPE_CHECKING:
+    from longctx_patch.recipes.trl_data import RunData
 
 Facts = list[tuple[str, str, str]]
 """(name, figure, what it counts)"""
@@ -92,6 +95,9 @@ def _text_facts(rows: TextRows, documents: np.ndarray) -> Facts:
 
 
 def _of_tables(file: Path) -> SeenData:
+    require_trl("dpo" if file.stem == "dpo" else "sft")
+    from longctx_patch.recipes.trl_data import packed_rows, tables_of_run
+
     data = tables_of_run(file)
     facts, rows = {}, data.train
     for name, table, is_packed in (
@@ -120,7 +126,7 @@ def _of_tables(file: Path) -> SeenData:
     )
 
 
-def _table_facts(data: RunData, table: Any) -> Facts:
+def _table_facts(data: "RunData", table: Any) -> Facts:
     lengths = lengths_of(table)
     facts = [("rows", f"{len(table):,}", f"{int(lengths.sum()):,} tokens")]
     if data.reading.kind != "preference":
@@ -133,7 +139,7 @@ def _table_facts(data: RunData, table: Any) -> Facts:
     return facts + losses_of(table).facts()
 
 
-def _shares(data: RunData) -> Facts:
+def _shares(data: "RunData") -> Facts:
     """Returns what each of several sources has of the train table's tokens."""
     if len(data.sources) < 2:
         return []

@@ -1,15 +1,16 @@
 """Chooses the recipe of a run folder by what its data holds, and that recipe's settings."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
+from longctx_patch.cli.arguments import require_trl
 from longctx_patch.cli.patch_options import PatchOptions
 from longctx_patch.recipes.data.losses import EMPTY, Losses
 from longctx_patch.recipes.data.readers import records_of
 from longctx_patch.recipes.data.reading import Reading
-from longctx_patch.recipes.data.records import FIELDS, Kind, Record, named
+from longctx_patch.recipes.data.records import FIELDS, BadRecord, Kind, LongRecord, Record, named
 from longctx_patch.recipes.data.sources import check_evaluation, first_kind, parts_of
 from longctx_patch.recipes.data.text_reading import text_of
 from longctx_patch.recipes.settings import ModelSettings, Parallelism, Settings
@@ -64,6 +65,7 @@ def choose_task(options: PatchOptions) -> Task:
             f"--too-long {options.too_long} with plain text: rows are cut from the joined text. "
             "Leave it out; or add --sft, where each record is a row."
         )
+    require_trl(recipe)
     for name in ("mixture", "stages"):
         if recipe != "finetune" and (asked_for := getattr(options, name)):
             raise ValueError(
@@ -102,17 +104,39 @@ def check_first_records(
                 text_field=options.text_field,
                 vocab_size=vocab_size,
             )
+            records = _first_records(source, kind)
             try:
-                for record in _first_records(source, kind):
-                    if task.recipe == "finetune":
-                        losses.num_records += 1
-                        if not text_of(record, options.text_field):
-                            losses.leave_out(record, EMPTY)
-                    else:
-                        list(reading.rows_of([record], losses))
+                if task.recipe == "finetune":
+                    _count_texts(records, options.text_field, losses)
+                else:
+                    _read_all(records, reading, losses)
             except ValueError as error:
                 raise ValueError(f"{option}: {named(source, error)}") from error
     return losses
+
+
+def _count_texts(records: Iterable[Record], text_field: str, losses: Losses) -> None:
+    for record in records:
+        losses.num_records += 1
+        if not text_of(record, text_field):
+            losses.leave_out(record, EMPTY)
+
+
+def _read_all(records: Iterable[Record], reading: Reading, losses: Losses) -> None:
+    """Raises BadRecord; for records that are too long, the first one's, and says how long others
+    are."""
+    too_long: list[LongRecord] = []
+    for record in records:
+        try:
+            list(reading.rows_of([record], losses))
+        except LongRecord as error:
+            too_long.append(error)
+    if too_long:
+        longest = max(error.tokens for error in too_long)
+        raise BadRecord(
+            f"{too_long[0]} Of the first records {len(too_long)} are too long; the longest has "
+            f"{longest} tokens."
+        )
 
 
 def _first_records(source: str, kind: Kind) -> Iterator[Record]:

@@ -25,7 +25,13 @@ from typing import Any
 import click
 import yaml
 
-from longctx_patch.recipes.run_record import SETTINGS_FILES, settings_file_of
+from longctx_patch.cli.arguments import require_trl
+from longctx_patch.recipes.run_record import (
+    RECORD_FILE,
+    SETTINGS_FILES,
+    ended_record,
+    settings_file_of,
+)
 from longctx_patch.recipes.yaml_file import read_yaml
 
 LEFT_TO_TORCH = "SIGINT,SIGQUIT"
@@ -60,6 +66,7 @@ def recipe_flags(file: Path) -> str:
     """The help of the recipe's flags, with the values of its settings file in brackets."""
     from longctx_patch.recipes.settings_file import read_settings
 
+    require_trl(file.stem)
     if file.stem == "finetune":
         settings = import_module("longctx_patch.recipes.settings")
         parser, kinds = settings.settings_parser(), settings.FIELD_TYPES
@@ -99,6 +106,8 @@ def train_command(run: Path, num_processes: int | None, settings: tuple[str, ...
         )
     launch = read_yaml(launch_file)
     given = read_yaml(file)  # the processes read it too, after ten seconds of imports
+    require_trl(file.stem)
+    _check_output(run, given, settings)
     _check_one_machine(run, launch)
     if num_processes is not None:
         launch, forwards = on_processes(num_processes, launch, given, settings)
@@ -174,6 +183,24 @@ def _whole(name: str, text: str) -> int:
 def hides_gpus(launch: Mapping[str, Any]) -> bool:
     """Says whether processes run on the CPU, as `longctx patch --cpu` writes it."""
     return bool(launch.get("use_cpu")) or str(launch.get("gpu_ids", "")).startswith("-1")
+
+
+def _check_output(run: Path, given: Mapping[str, Any], settings: Sequence[str]) -> None:
+    """Refuse here, before imports, an output in which a run has begun and which none goes on in."""
+    names = ("output", "output_dir")
+    asked = [setting_of(name, {}, settings) for name in names]
+    output = next(filter(None, [*asked, *map(given.get, names)]), None)
+    resumes = any(word.startswith("--resume") for word in settings)
+    resumes |= given.get("resume") not in (None, False, "no")
+    if output is None or resumes or not (Path(output) / RECORD_FILE).is_file():
+        return
+    anew = f"`--output-dir {shlex.quote(str(run / 'again'))}` trains anew in another folder."
+    if ended_record(Path(output)):
+        raise ValueError(f"output {output!r} holds files of a run that has ended: {anew}")
+    raise ValueError(
+        f"output {output!r} holds files of a run that has not ended: `--resume` goes on with it, "
+        f"{anew}"
+    )
 
 
 def _check_one_machine(run: Path, launch: dict[str, Any]) -> None:

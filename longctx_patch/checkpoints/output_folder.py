@@ -65,10 +65,11 @@ class Output:
                     "which --resume auto knows a run. Go on from the newest whole one with "
                     "--resume, which writes that file anew, or give an empty or new folder."
                 )
+            give = "Give an empty or new folder (--output-dir FOLDER)"
             hint = (
-                "no run of this recipe has begun there. Give an empty or new folder."
+                f"no run of this recipe has begun there. {give}."
                 if self.resume == "auto"
-                else "Give an empty or new folder, or go on with the run in it with --resume."
+                else f"{give}, or go on with the run in it with --resume."
             )
             raise ValueError(f"output {str(self.folder)!r} holds files. {hint}")
 

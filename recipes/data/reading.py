@@ -217,10 +217,8 @@ class Reading:
                 raise record.refused(f"{name} adds no token to the prompt.")
         longest = max(len(chosen), len(rejected))
         if longest > self.seq_len:
-            raise record.refused(
-                f"{longest} tokens, and rows have {self.seq_len} at most: a pair can't be cut. "
-                "Leave it out, or give more (--seq-len)."
-            )
+            fix = ": a pair can't be cut. Leave it out, or give more (--seq-len)."
+            raise record.too_long(longest, self.seq_len, fix)
         return {
             "prompt_ids": prompt[:start],
             "chosen_ids": chosen[start:],
@@ -230,11 +228,11 @@ class Reading:
     def _fitted(self, record: Record, ids: Ids, labels: Ids, losses: Losses) -> Iterator[Row]:
         """Rows of `seq_len` tokens at most, those in which nothing is learned left out."""
         if len(ids) > self.seq_len and self.too_long == "refuse":
-            raise record.refused(
-                f"{len(ids)} tokens, and rows have {self.seq_len} at most. Give more "
-                "(seq_len), or say what to do by the setting too_long: cut (--too-long cut drops "
-                "the end) or split (--too-long split makes several rows)."
+            fix = (
+                ". Give more (--seq-len), or say what to do by the setting too_long: cut "
+                "(--too-long cut drops the end) or split (--too-long split makes several rows)."
             )
+            raise record.too_long(len(ids), self.seq_len, fix)
         stop = len(ids) if self.too_long == "split" else min(self.seq_len, len(ids))
         pieces = [slice(start, start + self.seq_len) for start in range(0, stop, self.seq_len)]
         rows = [piece for piece in pieces if num_learned(labels[piece])]

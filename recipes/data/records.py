@@ -22,6 +22,12 @@ class BadRecord(ValueError):
     """A record that can't be trained on: the message begins with its file and row."""
 
 
+class LongRecord(BadRecord):
+    """A record of more tokens than a row takes."""
+
+    tokens = 0
+
+
 class NoRecords(ValueError):
     """A source whose files hold nothing to train on. Its `losses` say what of it was left out."""
 
@@ -39,6 +45,11 @@ class Record(NamedTuple):
 
     def refused(self, why: str) -> BadRecord:
         return BadRecord(f"{self.place}: {why}")
+
+    def too_long(self, tokens: int, seq_len: int, fix: str) -> LongRecord:
+        error = LongRecord(f"{self.place}: {tokens} tokens, and rows have {seq_len} at most{fix}")
+        error.tokens = tokens
+        return error
 
 
 def is_empty_file(record: Record) -> bool:

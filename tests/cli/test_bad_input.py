@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,35 @@ def test_patch_reads_texts_beside_conversations_as_the_run_does(
     (folder / "b.md").write_text("a text")
     message = refuse_patch(run, tmp_path, config(), "--data", folder)
     assert "b.md: a record with a field of text, among those with `prompt` and" in message
+
+
+def test_patch_names_the_longest_of_records_that_are_too_long(
+    run: Run, config: WriteConfig, tmp_path: Path
+) -> None:
+    rows = [{"input_ids": [1] * length} for length in (9, 80, 64, 99)]
+    (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    said = refuse_patch(run, tmp_path, config(), "--data", tmp_path / "a.jsonl")
+    assert "a.jsonl, line 2: 80 tokens, and rows have 64 at most. Give more (--seq-len), or" in said
+    assert said.endswith("Of the first records 2 are too long; the longest has 99 tokens.")
+
+
+def test_chats_need_trl(
+    run: Run, config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL is an extra: `patch`, `data` and `train` name it before anything long."""
+    monkeypatch.setitem(sys.modules, "trl", None)  # importing it now raises ImportError
+    missing = 'needs TRL, which is not installed: pip install "longctx-patch[trl]".'
+    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(chat) + "\n")
+    assert missing in refuse_patch(run, tmp_path, config(), "--data", tmp_path / "a.jsonl")
+    made = tmp_path / "made"
+    made.mkdir()
+    for name in ("sft.yaml", "accelerate.yaml"):
+        (made / name).write_text(f"data: [{tmp_path / 'a.jsonl'}]\n")
+    for words in (("data", made), ("train", made), ("train", made, "--help")):
+        result = run(*words)
+        assert result.exit_code == 1
+        assert missing in " ".join(result.stderr.split())
 
 
 def test_patch_refuses_models_that_are_not_there(

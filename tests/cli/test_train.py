@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -82,6 +83,27 @@ def test_a_file_that_is_no_yaml_is_refused_before_imports(
     assert found.exit_code == 1
     assert "finetune.yaml, line" in found.output
     assert "'seed' is given twice" in found.output
+
+
+def test_an_output_with_a_run_is_refused_before_imports(
+    folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what to type."""
+    begins = OSError("imports")
+    monkeypatch.setattr(train, "import_shared", mock.Mock(side_effect=begins))
+    output = folder / "training"
+    output.mkdir()
+    (output / "settings.json").write_text("{}")
+    again = f"`--output-dir '{folder}/again'` trains anew in another folder."
+    found = run("train", folder)
+    assert found.exit_code == 1
+    assert f"a run that has not ended: `--resume` goes on with it, {again}" in found.output
+    (output / "settings.json").write_text('{"ended": true}')
+    (output / "final").mkdir()
+    assert f"holds files of a run that has ended: {again}" in run("train", folder).output
+    for words in (["--resume"], ["--resume", "auto"], [f"--output-dir={folder}/again"]):
+        with pytest.raises(OSError, match="imports"):
+            run("train", folder, *words)
 
 
 def test_no_process_connects_while_others_are_still_to_be_forked(folder: Path) -> None:
