@@ -4,7 +4,7 @@ A tiny Llama is pretrained at 256 tokens, on texts that hide a pass key and ask 
 extended to 2,048 tokens with YaRN and LoRA, each row cut over two processes, whose first steps must
 have the loss and the gradient norm of one process. `longctx eval` asks both models for keys that no
 training text had: at 2,048 tokens, over all depths, the pretrained model must find less than 20 %
-and the extended one at least 70 %. The last line starts with `demo: ok`; anything else ends with
+and the extended one all of them. The last line starts with `demo: ok`; anything else ends with
 exit code 1. FOLDER must be empty or new (default: a temporary folder).
 """
 
@@ -49,10 +49,12 @@ DEPTHS, SAMPLES = range(5, 100, 10), 5
 """Where keys lie in the evaluated texts, in percent, and how many texts of each depth."""
 LEARNED = 0.5
 """The loss of the first texts below which the model copies: numbers alone are left to guess."""
-MAX_RELATIVE_ERROR = 1e-5
-MOST_BEFORE, LEAST_AFTER = 0.2, 0.7
-"""Shares of the keys that are found: 0 and 100 % where this was written, 8 and 86 % with other
-texts. Rounding differs between machines, and what so small a model learns differs with it."""
+MAX_RELATIVE_ERROR, MOST_BEFORE = 1e-5, 0.2
+SEED = 4
+"""Of the first weights. They decide when the model learns to copy: with these after 140 steps, with
+others after up to more than 350. All keys were found with the weights and texts of each of seven
+seeds, and 80 % with the first weights of one that is slow and the texts of another."""
+ROWS = "--pack --checkpoint none --cpu"
 TOKEN = r" key is| \d\d|\d(?=\d\d\b)|\d\d| ?[A-Za-z]+|\W"
 """A key has three tokens: ` 48`, `2`, `13`. A token of its own announces it, which is what lets so
 small a model learn within a minute where to look for it."""
@@ -84,30 +86,8 @@ def main() -> None:
     print(f"demo: everything is written to {folder}")
     tokenizer = word_tokenizer()
     write_inputs(folder, tokenizer)
-
-    print(
-        f"\n1. Pretrain at {SHORT} tokens: copying is learned in short texts, then in longer ones"
-    )
-    patch = f"--seq-len {SHORT} --gpus 1 --full"
-    train = "--batch-size 8 --warmup-steps 20 --max-steps"
-    rate = "--learning-rate 5e-3 --scheduler constant_with_warmup --save-every 350 --resume auto"
-    learn(folder, "short", "model/config.json", patch, f"{train} 350 {rate}")
-    # The loss stands still for a while, and falls when the model learns to copy.
-    for steps in (700, 1050, 1400):
-        if recent_loss(folder / "short") > LEARNED:
-            longctx(folder, f"train short {train} {steps} {rate}")
-    learn(folder, "base", "short", patch, f"{train} 350 --learning-rate 4e-3")
-
-    print(f"\n2. Extend it to {LONG} tokens, each row over two processes")
-    patch = f"--seq-len {LONG} --context {AIM} --rope yarn"
-    # A constant rate, so that the first steps don't depend on how many follow.
-    train = "--batch-size 4 --learning-rate 1e-3 --scheduler constant --max-steps"
-    learn(folder, "long", "base", f"{patch} --gpus 2", f"{train} {EXTEND_STEPS}")
-
-    print(f"\n3. The first {COMPARED_STEPS} steps of it in one process")
-    learn(folder, "one", "base", f"{patch} --gpus 1", f"{train} {COMPARED_STEPS}", data="long")
-    error = compare(folder / "long", folder / "one")
-
+    pretrain(folder)
+    error = extend(folder)
     print(f"\n5. Ask both models for pass keys in {SHORT} and {LONG} tokens, over two processes")
     before, after = pass_keys(folder)
     print(
@@ -188,14 +168,34 @@ def hidden_key(size: int, questions: int, key: str, random: Random) -> str:
     return "".join([*hidden, *(token for gap in gaps for token in [*gap, *question])])
 
 
-def learn(
-    folder: Path, name: str, model: str, patch: str, train: str, data: str | None = None
-) -> None:
-    """Train a model in the run folder `name`, as a user would."""
-    weights = model if model.endswith(".json") else f"{model}/training/final"
-    words = f"--data {data or name}.jsonl --pack --checkpoint none --cpu --out {name}"
-    longctx(folder, f"patch {weights} {patch} {words}")
-    longctx(folder, f"train {name} {train}")
+def pretrain(folder: Path) -> None:
+    """Learn to copy in short texts, and then in longer ones."""
+    print(f"\n1. Pretrain at {SHORT} tokens, in texts of two lengths")
+    patch = f"patch model/config.json --seq-len {SHORT} --gpus 1 --full {ROWS}"
+    longctx(folder, f"{patch} --data short.jsonl --out short")
+    train = f"train short --batch-size 8 --warmup-steps 20 --seed {SEED}"
+    rate = "--learning-rate 5e-3 --scheduler constant_with_warmup --save-every 350 --resume auto"
+    # The loss stands still for a while, and falls when the model learns to copy.
+    for steps in (350, 700, 1050, 1400):
+        longctx(folder, f"{train} --max-steps {steps} {rate}")
+        if recent_loss(folder / "short") < LEARNED:
+            break
+    base = "--model short/training/final --text base.jsonl --output base"
+    longctx(folder, f"{train} --max-steps 350 --learning-rate 4e-3 {base}")
+
+
+def extend(folder: Path) -> float:
+    """Train on long rows, and the first steps in one process too. Returns how far these differ."""
+    print(f"\n2. Extend it to {LONG} tokens, each row over two processes")
+    patch = f"patch base/final --seq-len {LONG} --context {AIM} --rope yarn --gpus 2 {ROWS}"
+    longctx(folder, f"{patch} --data long.jsonl --out long")
+    # A constant rate, so that the first steps don't depend on how many follow.
+    train = "train long --batch-size 4 --learning-rate 1e-3 --scheduler constant"
+    longctx(folder, f"{train} --max-steps {EXTEND_STEPS}")
+    print(f"\n3. The first {COMPARED_STEPS} steps of it in one process")
+    one = "--num-processes 1 --ulysses 1 --output one"
+    longctx(folder, f"{train} --max-steps {COMPARED_STEPS} {one}")
+    return compare(folder / "long" / "training", folder / "one")
 
 
 def recent_loss(run: Path) -> float:
@@ -217,8 +217,7 @@ def compare(ours: Path, reference: Path) -> float:
     """Largest relative error of loss and gradient norm over the steps that both took."""
     worst = 0.0
     print("\n4. Two processes against one\nstep   loss, two    loss, one    rel err  grad norm err")
-    references = read_metrics(reference / "training")
-    for two, one in zip(read_metrics(ours / "training"), references, strict=False):
+    for two, one in zip(read_metrics(ours), read_metrics(reference), strict=False):
         errors = [abs(two[key] / one[key] - 1) for key in ("loss", "grad_norm")]
         print(f"{two['step']:4d}  {two['loss']:.8f}  {one['loss']:.8f}  {errors[0]:.1e}  ", end="")
         print(f"{errors[1]:.1e}")
@@ -237,8 +236,8 @@ def pass_keys(folder: Path) -> tuple[float, float]:
     before, after = (result.scores.tasks[TASK].at(LONG) for result in results)
     if not before < MOST_BEFORE:
         raise DemoError(f"the pretrained model finds {before:.0%} at {LONG} tokens")
-    if not after >= LEAST_AFTER:
-        raise DemoError(f"the extended model finds {after:.0%} at {LONG} tokens")
+    if not after == 1:
+        raise DemoError(f"the extended model finds {after:.0%} at {LONG} tokens, not all")
     return before, after
 
 
