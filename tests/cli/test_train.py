@@ -97,7 +97,7 @@ def test_an_output_with_a_run_is_refused_before_imports(
     again = f"`--output-dir '{folder}/again'` trains anew in another folder."
     found = run("train", folder)
     assert found.exit_code == 1
-    assert f"a run that has not ended: `--resume` goes on with it, {again}" in found.output
+    assert f"a run that has not ended: `--resume auto` goes on with it, {again}" in found.output
     (output / "settings.json").write_text('{"ended": true}')
     (output / "final").mkdir()
     assert f"holds files of a run that has ended: {again}" in run("train", folder).output
