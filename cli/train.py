@@ -198,8 +198,8 @@ def _check_output(run: Path, given: Mapping[str, Any], settings: Sequence[str]) 
     if ended_record(Path(output)):
         raise ValueError(f"output {output!r} holds files of a run that has ended: {anew}")
     raise ValueError(
-        f"output {output!r} holds files of a run that has not ended: `--resume auto` goes on with it, "
-        f"{anew}"
+        f"output {output!r} holds files of a run that has not ended: `--resume auto` goes on with "
+        f"it, {anew}"
     )
 
 
