@@ -16,6 +16,8 @@ UNITS = re.compile(
 )
 GUIDES = [page for page in PAGES if re.match(r"README|docs/(how-to|tutorial)", name_of(page))]
 GUIDES += [ROOT / "docs" / "explanation" / "memory.md"]
+PREDICTED = "docs/how-to/one-24gb-card.md"
+"""Its numbers are the planner's: test_models.py computes them."""
 
 
 def flat(text: str) -> str:
@@ -39,7 +41,7 @@ def test_figures_are_those_of_the_results_page(run: dict[str, Any]) -> None:
         assert round(ours / theirs, 2) == numbers(quote)[0]
 
 
-@pytest.mark.parametrize("page", GUIDES, ids=name_of)
+@pytest.mark.parametrize("page", [p for p in GUIDES if name_of(p) != PREDICTED], ids=name_of)
 def test_guides_quote_nothing_else(page: Path) -> None:
     near = accuracy()
     bound = {f"{share:g} %" for share in (near.peak, near.seconds, near.host)}
