@@ -131,7 +131,7 @@ def plan_command(model: str | None, **options: Any) -> None:
         return
     if model is None:
         raise click.UsageError("Missing argument 'MODEL', which only --table needs not.")
-    config = load_model_config(model)
+    config, is_read = _config_of(model)
     check_model_config(config, LongContextConfig())
     job = asked.job(model, config)
     most = longest(job)
@@ -139,15 +139,31 @@ def plan_command(model: str | None, **options: Any) -> None:
     if asked.max_seq_len:
         _say_longest(job, most, as_json=asked.as_json)
     else:
-        reach = reachable_length(config)
+        reach = reachable_length(config) if is_read else None
         is_beyond = reach is not None and job.seq_len > reach
         kinds = possible_kinds(config)[0] if is_beyond else ()
         rope = "yarn" if "yarn" in kinds else next(iter(kinds), None)
         _say_candidates(asked, results, most, reach)
         if not asked.as_json and any(result.fits for result in results):
-            click.echo(f"\nNext: {next_command(model, asked, results[0], rope)}")
+            click.echo("\n" + (next_command(model, asked, results[0], rope) if is_read else UNREAD))
     if not (any(result.fits for result in results) if results else most):
         raise click.exceptions.Exit(1)
+
+
+UNREAD = (
+    "Planned by the model's published sizes, since its config can't be read here. `longctx patch` "
+    "reads the config."
+)
+
+
+def _config_of(model: str) -> tuple[Any, bool]:
+    """The model's config, and whether it was read: where it can't be, a named model's sizes do."""
+    try:
+        return load_model_config(model), True
+    except ValueError:
+        if model not in NAMED:
+            raise
+        return NAMED[model].config(), False
 
 
 def next_command(model: str, asked: PlanOptions, best: "Result", rope: str | None) -> str:
@@ -191,7 +207,7 @@ def next_command(model: str, asked: PlanOptions, best: "Result", rope: str | Non
     words += ["--load-in-4bit"] if asked.load_in_4bit else []
     words += ["--states-on-host"] if way.offload_states else []
     command = shlex.join([*words, "--data", "DATA", "--out", "run/"])
-    return command if first is None else f"{first} && {command}"
+    return f"Next: {command if first is None else f'{first} && {command}'}"
 
 
 def _say_table(model: str | None, asked: PlanOptions) -> None:
@@ -202,6 +218,9 @@ def _say_table(model: str | None, asked: PlanOptions) -> None:
         raise click.UsageError("--table: name a kind of --gpus, or a MODEL, or both.")
     kinds = [kind.upper() for kind in MACHINES] if asked.gpus is None else [asked.gpus]
     names = list(NAMED) if model is None else [model]
+    configs = {
+        each: NAMED[each].config() if each in NAMED else load_model_config(each) for each in names
+    }
     found: list[dict[str, Any]] = []
     width = max(map(len, names))
 
@@ -215,8 +234,7 @@ def _say_table(model: str | None, asked: PlanOptions) -> None:
         name, note = cluster.hardware.name.upper(), cluster.hardware.note
         say(f"{name} ({note})" if note else name)
         say("", "", *map(str, counts))
-        for each in names:
-            config = NAMED[each].config() if each in NAMED else load_model_config(each)
+        for each, config in configs.items():
             if why := plan_table.why_not(config):
                 say(each, why)
                 found.append({"model": each, "unpredicted": why})

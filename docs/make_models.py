@@ -24,7 +24,7 @@ GPUs, model and host, and with `--seq-len` alone the command that makes the run 
 ```
 longctx plan --table --gpus 8xH100
 longctx plan Qwen/Qwen3-32B --table --seq-len 128K     # which GPUs train such rows?
-longctx plan Qwen/Qwen3-32B --gpus 8xH100 --seq-len 128K
+longctx plan Qwen/Qwen3-32B --gpus 8xH100 --seq-len 128K --rows-per-step 1 --host-gib 1600
 ```"""
 BELOW = (
     "\\*: steps of layers of these sizes were measured on this kind of GPU, and agreed with their "

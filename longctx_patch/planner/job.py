@@ -80,7 +80,7 @@ def parse_cluster(text: str, host_gib: float | None = None) -> Cluster:
         8
     """
     match = re.fullmatch(r"(?:(\d+)\s*[xX*]\s*)?([A-Za-z]\w*(?:-\w+)?)", text.strip())
-    name = match[2].lower() if match else ""
+    name = match[2].lower().removesuffix("-80") if match else ""  # A100 and H100 have 80 GB
     if match is None or name not in MACHINES:
         known = ", ".join(name.upper() for name in MACHINES)
         near = did_you_mean(name, (kind.upper() for kind in MACHINES))

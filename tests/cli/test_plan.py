@@ -200,6 +200,22 @@ def test_a_named_model_needs_no_network(run: Run, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("any_longest")
+@pytest.mark.usefixtures("any_longest")
+def test_a_named_model_is_planned_where_its_config_cannot_be_read(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(name: str) -> None:
+        raise ValueError(f"{name} is not reachable")
+
+    monkeypatch.setattr("longctx_patch.cli.plan.load_model_config", unreachable)
+    said = run("plan", "Qwen/Qwen3-0.6B", "--gpus", "1xA100-80", "--seq-len", "8K").output
+    assert "by the model's published sizes" in said
+    assert "Next:" not in said
+    other = run("plan", "Qwen/Other", "--gpus", "1xA100")
+    assert other.exit_code == 1
+    assert "Qwen/Other is not reachable" in other.output
+
+
 def test_options_reach_the_planner(run: Run, llama_8b: Path) -> None:
     words = (llama_8b, "--gpus", "4xH200", "--seq-len", "128K")
 
