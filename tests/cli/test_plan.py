@@ -211,7 +211,7 @@ def test_a_named_model_is_planned_where_its_config_cannot_be_read(
     said = run("plan", "Qwen/Qwen3-0.6B", "--gpus", "1xA100-80", "--seq-len", "8K").output
     assert "by the model's published sizes" in said
     assert "Next:" not in said
-    other = run("plan", "Qwen/Other", "--gpus", "1xA100")
+    other = run("plan", "Qwen/Other", "--gpus", "1xA100", "--seq-len", "8K")
     assert other.exit_code == 1
     assert "Qwen/Other is not reachable" in other.output
 
