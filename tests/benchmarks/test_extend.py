@@ -12,7 +12,7 @@ from launch import Budget
 
 def _lines_of(wordings: tuple[str, ...]) -> re.Pattern[str]:
     lines = (line.replace("?", r"\?").replace(".", r"\.") for line in wordings)
-    said = "|".join(lines).format(thing=r"\w+ \w+", code=r"\d+")
+    said = "|".join(lines).format(thing=r"\w+[ -]\w+", code=r"\d+")
     return re.compile(rf" (?:{said})(?=\s|$)|\n(?:{said})\n")
 
 
@@ -23,7 +23,7 @@ def test_statements_are_made_again_further_on_and_the_text_stays() -> None:
     found = extend.with_recalls(text, random.Random(0), row)
     first, again = (_lines_of(wordings) for wordings in zip(*extend.WORDINGS, strict=True))
     places, repeated = (
-        {re.sub(r"\D", "", match.group()): match.start() for match in lines.finditer(found)}
+        {re.findall(r"\d+", match.group())[0]: match.start() for match in lines.finditer(found)}
         for lines in (first, again)
     )
     assert len(places) == len(text) // extend.RECALL_EVERY
@@ -47,9 +47,9 @@ def test_documents_with_statements_fill_a_row_and_little_more() -> None:
     text = "x = 1 or" * 20_000
     parts = list(extend.pieces([text], 10_000, tokenizer))
     assert "".join(part for part, _ in parts) == text
-    # Four characters a token, and 0.03 tokens of statements for each character.
-    assert {row for _, row in parts} == {int(10_000 / 0.28)}
-    assert {len(part) for part, _ in parts[:-1]} == {int(extend.PIECE * int(10_000 / 0.28))}
+    # Four characters a token, and 0.05 tokens of statements for each character.
+    assert {row for _, row in parts} == {int(10_000 / 0.3)}
+    assert {len(part) for part, _ in parts[:-1]} == {int(extend.PIECE * int(10_000 / 0.3))}
 
 
 def test_a_command_that_has_ended_well_is_not_run_again(tmp_path: Path) -> None:
