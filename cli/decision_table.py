@@ -47,8 +47,8 @@ def _of_model(decisions: Decisions) -> Iterator[Row]:
     if models.is_bare_config(settings.model):
         folder = Path(settings.model).parent
         beside = any(next(folder.glob(name), None) for name in WEIGHT_FILES)
-        random = " (random weights: a bare config)"
-        random += "; NOT those beside it, which its folder would give" * beside
+        instead = ", NOT those beside it, which its folder would give" * beside
+        random = f" (random weights: a bare config{instead})"
     yield "model", settings.model, f"{decisions.num_parameters:,} parameters{random}"
     if (whole := models.whole_config(settings.model)) is not None:
         why = f"{whole.model_type} reads them: its text model is trained, and is what final/ holds"

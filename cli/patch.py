@@ -56,8 +56,9 @@ def patch_command(
         raise click.UsageError(
             "Missing option '--seq-len', unless --context or --stages says how long rows are."
         )
-    options |= {"stages": stages, "context": context}
-    decisions = decide(model, PatchOptions(seq_len=seq_len, **options))
+    decisions = decide(
+        model, PatchOptions(seq_len=seq_len, stages=stages, context=context, **options)
+    )
     run_folder.write(decisions)
     click.echo(run_folder.render(decisions))
     if not decisions.options.cpu and not torch.cuda.is_available():

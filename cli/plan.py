@@ -132,6 +132,8 @@ def plan_command(model: str | None, **options: Any) -> None:
     if model is None:
         raise click.UsageError("Missing argument 'MODEL', which only --table needs not.")
     config, is_read = _config_of(model)
+    if not is_read:
+        click.echo(UNREAD, err=True)
     check_model_config(config, LongContextConfig())
     job = asked.job(model, config)
     most = longest(job)
@@ -144,8 +146,8 @@ def plan_command(model: str | None, **options: Any) -> None:
         kinds = possible_kinds(config)[0] if is_beyond else ()
         rope = "yarn" if "yarn" in kinds else next(iter(kinds), None)
         _say_candidates(asked, results, most, reach)
-        if not asked.as_json and any(result.fits for result in results):
-            click.echo("\n" + (next_command(model, asked, results[0], rope) if is_read else UNREAD))
+        if is_read and not asked.as_json and any(result.fits for result in results):
+            click.echo(f"\nNext: {next_command(model, asked, results[0], rope)}")
     if not (any(result.fits for result in results) if results else most):
         raise click.exceptions.Exit(1)
 
@@ -207,7 +209,7 @@ def next_command(model: str, asked: PlanOptions, best: "Result", rope: str | Non
     words += ["--load-in-4bit"] if asked.load_in_4bit else []
     words += ["--states-on-host"] if way.offload_states else []
     command = shlex.join([*words, "--data", "DATA", "--out", "run/"])
-    return f"Next: {command if first is None else f'{first} && {command}'}"
+    return command if first is None else f"{first} && {command}"
 
 
 def _say_table(model: str | None, asked: PlanOptions) -> None:

@@ -72,6 +72,10 @@ def gpus_together(degree: int, gpus_per_node: int) -> int:
     return math.gcd(degree, gpus_per_node)
 
 
+_ALSO = {"a100-80": "a100", "h100-80": "h100"}
+"""Other names of kinds."""
+
+
 def parse_cluster(text: str, host_gib: float | None = None) -> Cluster:
     """`4xH200`, or `H200` for one. Raises ValueError for anything else.
 
@@ -80,7 +84,8 @@ def parse_cluster(text: str, host_gib: float | None = None) -> Cluster:
         8
     """
     match = re.fullmatch(r"(?:(\d+)\s*[xX*]\s*)?([A-Za-z]\w*(?:-\w+)?)", text.strip())
-    name = match[2].lower().removesuffix("-80") if match else ""  # A100 and H100 have 80 GB
+    name = match[2].lower() if match else ""
+    name = _ALSO.get(name, name)
     if match is None or name not in MACHINES:
         known = ", ".join(name.upper() for name in MACHINES)
         near = did_you_mean(name, (kind.upper() for kind in MACHINES))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -194,3 +195,18 @@ def test_a_job_of_two_nodes_without_text(
     assert settings.full
     assert settings.text == ["a.txt"]
     assert AutoConfig.from_pretrained(folder).rope_parameters["rope_type"] == "default"
+
+
+def test_rows_are_as_long_as_the_context_and_weights_beside_a_config_are_named(
+    run: Run, config: Callable[..., Path], tmp_path: Path
+) -> None:
+    file, out = config(), tmp_path / "run"
+    (file.parent / "model.safetensors").touch()
+    words = ["--context", 256, "--rope", "theta", "--out", out]
+    assert "--gpus 2 --cpu for the CPU" in run("patch", file, *words).output
+    said = run("patch", file, *words, "--gpus", 2, "--full")
+    assert said.exit_code == 0, said.output
+    assert "random weights: a bare config, NOT those beside it" in said.output
+    assert ("No GPU is here" in said.output) is not torch.cuda.is_available()
+    settings = parse_settings(["--settings", str(out / "finetune.yaml"), "--text", "a.txt"])
+    assert (settings.seq_len, settings.context or settings.seq_len) == (256, 256)

@@ -208,9 +208,12 @@ def test_a_named_model_is_planned_where_its_config_cannot_be_read(
         raise ValueError(f"{name} is not reachable")
 
     monkeypatch.setattr("longctx_patch.cli.plan.load_model_config", unreachable)
-    said = run("plan", "Qwen/Qwen3-0.6B", "--gpus", "1xA100-80", "--seq-len", "8K").output
-    assert "by the model's published sizes" in said
-    assert "Next:" not in said
+    words = ("plan", "Qwen/Qwen3-0.6B", "--gpus", "1xA100-80", "--seq-len", "8K")
+    for more in ((), ("--json",), ("--max-seq-len",)):
+        said = run(*words, *more)
+        assert "by the model's published sizes" in said.stderr
+        assert "Next:" not in said.output
+    assert run(*words[:3], "1xH200-80", *words[4:]).exit_code == 1  # an H200 has 141 GB
     other = run("plan", "Qwen/Other", "--gpus", "1xA100", "--seq-len", "8K")
     assert other.exit_code == 1
     assert "Qwen/Other is not reachable" in other.output
