@@ -86,7 +86,7 @@ WORDINGS = (
         "Whoever has read this knows what one gets who asks for {thing} here: it is {code}.",
     ),
 )
-"""A statement, and how it is made again: in half of them the number stands far from the thing."""
+"""A statement, and how it is made again: in four of them, words stand between thing and number."""
 PIECE = 1.12
 """Rows in a document with statements: a little more than one, so that it fills the row."""
 OTHER_LENGTH = 8192

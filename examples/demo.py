@@ -51,10 +51,10 @@ LEARNED = 0.5
 """The loss of the first texts below which the model copies: numbers alone are left to guess."""
 MAX_RELATIVE_ERROR, MOST_BEFORE = 1e-5, 0.2
 SEED = 4
-"""Of the first weights. They decide when the model learns to copy: with these after 140 steps, with
-others after up to more than 350. All keys were found here, and with the weights and texts of each
-of seven other seeds. With the weights of one seed and the texts of another it was 80 and 96 % of
-them, and 80 more steps of the extension left the 96 as they were."""
+"""Draws the first weights, which decide when the model learns to copy: with these after 140 steps,
+with others after up to more than 350. All keys were found here, and with the weights and texts of
+each of seven other seeds. With the weights of one seed and the texts of another it was 80 and 96 %
+of them, and 80 more steps of the extension left the 96 as they were."""
 ROWS = "--pack --checkpoint none --cpu"
 TOKEN = r" key is| \d\d|\d(?=\d\d\b)|\d\d| ?[A-Za-z]+|\W"
 """A key has three tokens: ` 48`, `2`, `13`. A token of its own announces it, which is what lets so

@@ -25,7 +25,7 @@ class Step(NamedTuple):
     loss: float
     grads: dict[str, Tensor]
     logits: Tensor | None = None
-    """Of one process: those of all tokens of all rows, one row after another. Of a rank: those of
+    """One process has those of all tokens of all rows, one row after another; a rank has those of
     its shard, where they were made."""
     sent: Traffic = Traffic()
     planned: Traffic = Traffic()

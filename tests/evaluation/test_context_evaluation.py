@@ -24,7 +24,7 @@ from longctx_patch import (
     patch,
 )
 from longctx_patch.evaluation.row_scorer import RowScorer
-from longctx_patch.evaluation.scores import in_k
+from longctx_patch.evaluation.scores import Cell, TaskScores, in_k
 from longctx_patch.evaluation.scoring import score_samples
 from longctx_patch.evaluation.tasks import Sources, read_questions
 from longctx_patch.recipes.models import byte_tokenizer
@@ -124,6 +124,28 @@ def test_base_beside_tuned(tmp_path: Path) -> None:
     file = tmp_path / "scores.json"
     file.write_text(json.dumps(base.as_json(), allow_nan=False))
     assert ContextScores.read(file) == base
+
+
+def test_a_task_that_no_model_can_do_is_said_to_show_nothing() -> None:
+    def found(*by_length: float) -> ContextScores:
+        cells = [
+            Cell(length=length, depth=0.5, score=score, samples=1)
+            for length, score in zip((4096, 8192), by_length, strict=True)
+        ]
+        tasks = {"passkey": TaskScores(scoring="forced", cells=tuple(cells), note="")}
+        return ContextScores(
+            label="",
+            lengths=(4096, 8192),
+            loss_by_position=None,
+            longppl=None,
+            tasks=tasks,
+            seed=0,
+            tokens=1,
+            seconds=1.0,
+        )
+
+    assert "passkey: 0 at 4K tokens too" in compare_scores([found(0, 0), found(0, 0)])
+    assert "tokens too" not in compare_scores([found(0, 0), found(1, 0)])
 
 
 def test_tasks_by_length_and_depth(tmp_path: Path) -> None:
