@@ -1,6 +1,5 @@
 """`longctx report`: a page of HTML with drawings in SVG. Texts of a run are escaped."""
 
-import shlex
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -46,12 +45,9 @@ def report_command(run: Path, out: Path | None) -> None:
     target.write_text(page(data), encoding="utf-8", errors="backslashreplace")
     click.echo("\n".join([data.state, *data.notes, f"Written to {target}: open it in a browser."]))
     if data.final:
-        merge = shlex.join(["longctx", "merge", str(data.final)])
-        load = f"Load it as {data.final / 'README.md'} says."
-        click.echo(f"Next: {merge}" if data.merges else load)
-        if data.scores is None:
-            command = shlex.join(["longctx", "eval", str(run)])
-            click.echo(f"To see whether it uses its context: {command}")
+        from longctx_patch.recipes.next_step import after_training
+
+        click.echo(after_training(run, data.final, "report", *["eval"] * bool(data.scores)))
 
 
 def page(data: RunData) -> str:

@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from longctx_patch.recipes.metrics import METRICS_FILE, whole_lines
-from longctx_patch.recipes.run_record import FAILURE_FILE, SETTINGS_FILES, settings_file_of
+from longctx_patch.recipes.run_record import (
+    FAILURE_FILE,
+    PLAN_FILE,
+    SETTINGS_FILES,
+    settings_file_of,
+)
 from longctx_patch.recipes.stages import START_FILE
 from longctx_patch.recipes.yaml_file import read_yaml
 
 Points = list[tuple[float, float]]
 """(step, value), by rising step."""
-STATE_FILE, PLAN_FILE = "trainer_state.json", "plan.json"
+STATE_FILE = "trainer_state.json"
 SCORES = ("eval*/scores.json", "eval/step-*/scores.json")
 """Files of `longctx eval`, and of evaluations during the training."""
 SHOWN = ("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second")
@@ -47,12 +52,6 @@ class RunData:
     """The trained model, once it is saved."""
     scores: Path | None
     """The newest file of `longctx eval`."""
-
-    @property
-    def merges(self) -> bool:
-        """Says whether it is an adapter over a checkpoint, not over a config's random weights."""
-        is_adapter = self.final is not None and (self.final / "adapter_config.json").is_file()
-        return is_adapter and not str(self.settings.get("model", "")).endswith(".json")
 
 
 def read_run(run: Path) -> RunData:

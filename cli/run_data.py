@@ -1,6 +1,5 @@
 """Reads what a run trains on, in figures and rows, whichever recipe it is for, and the report."""
 
-import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,6 +12,7 @@ from longctx_patch.recipes import models
 from longctx_patch.recipes.data.conversations import MARKED
 from longctx_patch.recipes.data.losses import Losses, too_many
 from longctx_patch.recipes.data.token_table import column_lengths, lengths_of, losses_of
+from longctx_patch.recipes.next_step import next_of
 from longctx_patch.recipes.settings import parse_settings
 from longctx_patch.recipes.text_rows import Share, TextRows
 from longctx_patch.recipes.text_sources import evaluation_rows, rows_of_run
@@ -196,8 +196,7 @@ def render(data: SeenData, file: Path) -> str:
     what = "document" if data.recipe == "finetune" else "row"
     lines += [f"tokens of a {what} (train):", *_histogram(data.lengths), ""]
     if not data.refused:
-        train = shlex.join(["longctx", "train", str(file.parent)])
-        lines.append(f"The run finds these rows made. Next: {train}")
+        lines.append(f"The run finds these rows made. {next_of(file)}".rstrip())
     return "\n".join(lines)
 
 

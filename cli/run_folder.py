@@ -14,6 +14,7 @@ from longctx_patch.families.facts import ModelFacts
 from longctx_patch.recipes.data.losses import RULE
 from longctx_patch.recipes.model_card import cell
 from longctx_patch.recipes.models import is_bare_config
+from longctx_patch.recipes.run_record import PLAN_FILE
 from longctx_patch.rules.text_table import aligned
 
 TRL_HEAD = (
@@ -30,7 +31,7 @@ def write(decisions: Decisions) -> None:
         decisions.options.own_template.write_bytes(template.read_bytes())
     (folder / "accelerate.yaml").write_text(decisions.launch_yaml, encoding="utf-8")
     (folder / decisions.settings_file).write_text(_settings_yaml(decisions), encoding="utf-8")
-    (folder / "plan.json").write_text(_plan_json(decisions), encoding="utf-8")
+    (folder / PLAN_FILE).write_text(_plan_json(decisions), encoding="utf-8")
     (folder / "README.md").write_text(render_readme(decisions), encoding="utf-8")
     if decisions.options.nodes > 1:
         script = files("longctx_patch.recipes") / "slurm" / "run_folder.sh"
@@ -62,10 +63,10 @@ def _lost(decisions: Decisions) -> list[str]:
 
 
 def _plan_json(decisions: Decisions) -> str:
-    """Returns what was decided and predicted, for `longctx report`."""
+    """Returns what was decided and predicted, for `longctx report`, and what starts the run."""
     memory = decisions.sharing.predicted and decisions.sharing.predicted.memory.total
     content = {"decided": table(decisions), "memory_bytes": memory}
-    return json.dumps(content, indent=2) + "\n"
+    return json.dumps(content | {"start": decisions.start_command}, indent=2) + "\n"
 
 
 def _settings_yaml(decisions: Decisions) -> str:
@@ -155,7 +156,7 @@ makes the rows that the run then finds, and shows some.
 - `accelerate.yaml`: processes and devices, for `accelerate launch`.
 - `{settings_file}`: the recipe's settings. It names the model, its RoPE scaling, data and output by
   absolute paths: after moving this folder, correct them.
-- `plan.json`: what was decided, for `longctx report`.
+- `plan.json`: what was decided, for `longctx report`, and the command that starts the run.
 - `config.json`: the model's config with the RoPE change. For `longctx verify` and for inference;
   training does not read it.
 {slurm}"""

@@ -2,7 +2,6 @@
 
 # ruff: noqa: RUF009  # option() returns a dataclasses.field, which ruff cannot see
 import json
-import shlex
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -71,6 +70,7 @@ def verify_command(target: str, as_json: bool, **options: Any) -> None:
     float64, since float32 keeps few digits of their gradients. Exit code 0 if all errors are
     within 1e-5 (float64: 1e-10) and what was sent is what the plan predicts, 1 otherwise.
     """
+    from longctx_patch.recipes.next_step import next_of
     from longctx_patch.verification import ProcessesFailedError
 
     started = time.perf_counter()
@@ -84,8 +84,8 @@ def verify_command(target: str, as_json: bool, **options: Any) -> None:
         click.echo(json.dumps(report.as_json(), allow_nan=False))
     else:
         click.echo(render(report, time.perf_counter() - started))
-        if report.ok and settings_file_of(target) is not None:
-            click.echo(f"Next: {shlex.join(['longctx', 'train', target])}")
+        if report.ok and (file := settings_file_of(target)) and (following := next_of(file)):
+            click.echo(following)
     raise SystemExit(0 if report.ok else 1)
 
 

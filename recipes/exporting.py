@@ -17,11 +17,11 @@ from longctx_patch.health.weights import check_saved_weights
 from longctx_patch.recipes.model_card import (
     ADAPTER_FILE,
     Card,
-    ending,
     how_to_load,
     mark_adapter,
     write_card,
 )
+from longctx_patch.recipes.next_step import ending
 from longctx_patch.recipes.run_record import mark_ended
 
 

@@ -22,7 +22,6 @@ from longctx_patch.families.load_config import load_model_config
 from longctx_patch.families.rope_facts import describe_rope, full_attention_rope
 from longctx_patch.families.text_part import auto_class_name
 from longctx_patch.recipes.models import is_bare_config
-from longctx_patch.recipes.run_record import settings_file_of
 from longctx_patch.recipes.settings import ModelSettings, parallelism_of
 
 MARK = "WARNING_load_the_base_with_config_json_of_this_folder_as_README_md_says"
@@ -127,20 +126,6 @@ def card_of(
 
 def _versioned(package: str) -> str:
     return f"{package} {version(package)}"
-
-
-def ending(final: Path) -> str:
-    """Returns what a recipe prints last: what is where, what to beware of, and the next command."""
-    lines = [f"saved to {final}; metrics.jsonl beside it has a line per step or log"]
-    if is_marked(final):
-        lines.append(
-            f"Load the adapter as {final / 'README.md'} says, with the config.json there: "
-            f"AutoPeftModelForCausalLM would take the base's own RoPE. peft warns of it, by {MARK}."
-        )
-    output = final.parent
-    run = str(output.parent if settings_file_of(output.parent) else output)
-    words = (shlex.join(["longctx", what, run]) for what in ("eval", "report"))
-    return "\n".join([*lines, f"Next: {' (does it use its context?), then '.join(words)}"])
 
 
 def write_card(folder: Path, card: Card, config: PreTrainedConfig, final: Path) -> None:

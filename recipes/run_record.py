@@ -13,6 +13,8 @@ from longctx_patch.health.last_words import without_advice
 from longctx_patch.recipes.yaml_file import read_yaml
 
 RECORD_FILE, FAILURE_FILE = "settings.json", "failure.json"
+PLAN_FILE = "plan.json"
+"""What `longctx patch` has decided, with the command that starts the run."""
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 NO_MODEL = (
     "{} has no trained model yet: neither final/ nor a checkpoint with weights that can be loaded. "
@@ -28,6 +30,13 @@ def settings_file_of(folder: str | Path) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
+def output_of(settings_file: Path) -> Path:
+    """Where a run folder trains: as its settings file says, else in training/."""
+    asked = read_yaml(settings_file)
+    named = asked.get("output") or asked.get("output_dir") or settings_file.parent / "training"
+    return Path(str(named))
+
+
 def outputs_of(folder: Path) -> tuple[Path, ...]:
     """Returns where a run folder's trained models are, or those of an output; none for other
     folders.
@@ -37,9 +46,8 @@ def outputs_of(folder: Path) -> tuple[Path, ...]:
     settings = settings_file_of(folder)
     if settings is None and not (folder / RECORD_FILE).is_file():
         return ()
-    asked = read_yaml(settings) if settings else {}
-    named = asked.get("output") or asked.get("output_dir") or folder / "training"
-    outputs = (folder, Path(str(named)), folder / "training")
+    training = folder / "training"
+    outputs = (folder, output_of(settings) if settings else training, training)
     if not any(file for each in outputs for name in WEIGHT_FILES for file in each.rglob(name)):
         raise ValueError(NO_MODEL.format(folder))
     return outputs

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -9,10 +10,14 @@ import pytest
 from click.testing import CliRunner, Result
 from trl import SFTConfig, SFTTrainer
 
+from longctx_patch.checkpoints.lock import held
+from longctx_patch.cli import verify
 from longctx_patch.cli.main import main as longctx
 from longctx_patch.cli.row_text import braced, shown
 from longctx_patch.cli.run_data import data_of_run
 from longctx_patch.data import pack_rows
+from longctx_patch.recipes.next_step import ending, next_of
+from longctx_patch.recipes.run_record import mark_ended, write_record
 from longctx_patch.recipes.trl_data import tables_of_run
 from tests.hf.tiny import featured_model
 from tests.recipes.conftest import write_records as write
@@ -234,6 +239,38 @@ def test_pairs(job: Path) -> None:
     wanted = f"{shown_pair['prompt']}\nchosen: {shown_pair['chosen'].strip()} <eos>\nrejected: "
     assert wanted in found.output
     assert re.search(r"no preference +3 +pairs of equal answers teach nothing", found.output)
+
+
+def test_what_comes_next_is_what_the_run_has_not_done_yet(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`longctx verify` and `longctx data` said `longctx train` of a run that had ended, too."""
+    patch(job, "--data", str(job / "texts.jsonl"))
+    run, output, final = (job / "run" / part for part in ("", "training", "training/final"))
+    file = run / "finetune.yaml"
+    assert next_of(file) == f"Next: longctx train {run}"
+    assert next_of(run / "another.yaml") == ""
+    write_record(output, {}, 2)
+    assert next_of(file) == f"Next: longctx train {run} --resume auto"
+    with held(output, launched=0, say=print):
+        assert next_of(file) == f"Next: longctx report {run}"
+    final.mkdir()
+    mark_ended(output, {})
+    use = f"Next: longctx eval {run} (does it use its context?), then longctx report {run}"
+    assert f"{use}\n" in data(str(run)).output
+    monkeypatch.setattr(verify, "run", lambda *_: SimpleNamespace(ok=True))
+    monkeypatch.setattr(verify, "render", lambda *_: "")
+    assert f"{use}\n" in CliRunner().invoke(longctx, ["verify", str(run)]).output
+    adapter = final / "adapter_config.json"
+    adapter.write_text('{"base_model_name_or_path": "hub/name"}')
+    assert next_of(file) == f"{use}, then longctx merge {final}"
+    (output / "merged").mkdir()
+    assert next_of(file) == use
+    adapter.write_text('{"base_model_name_or_path": "model/config.json"}')  # random weights
+    assert next_of(file) == f"Next: longctx report {run}"
+    assert ending(final).endswith(next_of(file))
+    again = run / "again"  # not the folder that `longctx eval RUN` looks at
+    assert ending(again / "final").endswith(f"then longctx report {again}")
 
 
 def test_what_a_run_on_plain_text_will_see(job: Path) -> None:

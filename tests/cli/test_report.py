@@ -89,7 +89,7 @@ def test_the_numbers_are_those_of_the_file(run: Run, tmp_path: Path) -> None:
     said = run("report", tmp_path)
     assert said.exit_code == 0
     assert "Finished: 7 steps" in said.output
-    assert f"Next: longctx merge {tmp_path / 'training/final'}" in said.output
+    assert f", then longctx merge {tmp_path / 'training/final'}\n" in said.output
     assert f"longctx eval {tmp_path}" in said.output
     shown = Page((tmp_path / "report.html").read_text())
     data = read_run(tmp_path)
