@@ -96,7 +96,7 @@ def diagnose(out: Path, limit: float, *, quick: bool) -> tuple[Diagnosis, bool]:
         gpus = read_gpus()
         # A launcher's other processes wait meanwhile, so kernels are not timed there.
         checks = _of_machine(out, gpus, quick=quick, times_kernels=not quick and place is None)
-        following = next_command(gpus)
+        following = next_command(gpus, place)
     if place is not None:
         return _with_world(place, checks, limit, following, quick=quick)
     if not quick:
@@ -155,14 +155,18 @@ def _with_world(
     return found, place.rank == 0 if met else place.speaks_for_node
 
 
-def next_command(gpus: "Gpus") -> str:
-    """Returns what a user of this machine runs next."""
-    if not gpus.seen:
-        return "longctx patch MODEL --seq-len 2048 --gpus 2 --cpu --data texts/ --out run/"
-    near = machine_of(gpus.seen[0].name, gpus.seen[0].total_bytes)
+def next_command(gpus: "Gpus", place: "Place | None" = None) -> str:
+    """Returns what a user of this machine, or of a launcher's machines, runs next."""
+    number, nodes = len(gpus.seen), 1
+    if place is not None:
+        number, nodes = place.num_ranks, place.num_ranks // place.local_ranks
+    near = machine_of(gpus.seen[0].name, gpus.seen[0].total_bytes) if gpus.seen else None
     if near:
-        return f"longctx plan MODEL --gpus {len(gpus.seen)}x{near.name.upper()} --max-seq-len"
-    return f"longctx patch MODEL --seq-len 32768 --gpus {len(gpus.seen)} --data texts/ --out run/"
+        return f"longctx plan MODEL --gpus {number}x{near.name.upper()} --max-seq-len"
+    several = f" --nodes {nodes}" * (nodes > 1)
+    how = f"32768 --gpus {number}{several}" if gpus.seen else "2048 --gpus 2 --cpu"
+    rope = "(a MODEL that reaches fewer tokens: add --rope yarn)"
+    return f"longctx patch MODEL --seq-len {how} --data texts/ --out run/ {rope}"
 
 
 def render(found: Diagnosis, seconds: float) -> str:

@@ -65,25 +65,24 @@ def answer_for(model: str) -> tuple[bool, str]:
 
 def _answer_by_config(model: str) -> tuple[bool, str]:
     """Like `answer_for`, by the config of a hub name or of files."""
-    from longctx_patch.recipes.models import weights_or_config
+    from longctx_patch.recipes.models import base_of_adapter
 
     try:
         config = load_model_config(model)
         check_model_config(config, LongContextConfig())
     except UnsupportedModelError as error:
         return False, f"no: {error}"
-    return True, _yes(
-        FAMILIES[config.model_type], weights_or_config(model), reachable_length(config)
-    )
+    family, (first, base) = FAMILIES[config.model_type], base_of_adapter(model)
+    return True, _yes(family, base, reachable_length(config), first)
 
 
-def _yes(family: Family, model: str, reach: int | None = None) -> str:
+def _yes(family: Family, model: str, reach: int | None = None, first: str = "") -> str:
     features = f", with {', '.join(family.features)}" if family.features else ""
     lines = [f"yes: {family.model_type} ({family.name}){features}"]
     if IMAGES in family.features:
         lines.append("`longctx patch` trains its text model; docs/how-to/images.md has images too.")
     seq_len = "32K" if reach is None or reach >= 2**15 else f"{reach}"
-    patch = f"longctx patch {shlex.quote(model)} --seq-len {seq_len} --gpus 4"
+    patch = f"{first}longctx patch {shlex.quote(model)} --seq-len {seq_len} --gpus 4"
     return "\n".join([*lines, f"Next: {patch} --data DATA --out run/"])
 
 

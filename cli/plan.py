@@ -177,16 +177,9 @@ def next_command(model: str, asked: PlanOptions, best: "Result", rope: str | Non
     Args:
         rope: the scaling of RoPE that the length needs; None: none.
     """
-    from longctx_patch.recipes.models import (
-        is_bare_config,
-        text_model_command,
-        weights_or_config,
-        whole_config,
-    )
+    from longctx_patch.recipes.models import base_of_adapter, weights_or_config
 
-    first, model = None, weights_or_config(model)
-    if asked.lora and not is_bare_config(model) and whole_config(model) is not None:
-        first, model = text_model_command(model)  # an adapter's base
+    first, model = base_of_adapter(model) if asked.lora else ("", weights_or_config(model))
     job, way = best.job, best.candidate
     cluster, degree = job.cluster, way.sequence_degree
     words = ["longctx", "patch", model, "--gpus", str(cluster), "--seq-len", str(job.seq_len)]
@@ -208,8 +201,7 @@ def next_command(model: str, asked: PlanOptions, best: "Result", rope: str | Non
     words += [] if asked.lora else ["--full"]
     words += ["--load-in-4bit"] if asked.load_in_4bit else []
     words += ["--states-on-host"] if way.offload_states else []
-    command = shlex.join([*words, "--data", "DATA", "--out", "run/"])
-    return command if first is None else f"{first} && {command}"
+    return first + shlex.join([*words, "--data", "DATA", "--out", "run/"])
 
 
 def _say_table(model: str | None, asked: PlanOptions) -> None:

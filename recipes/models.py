@@ -324,6 +324,16 @@ def text_model_command(model: str) -> tuple[str, str]:
     return shlex.join(["python", "-m", "longctx_patch.recipes.text_model", model, folder]), folder
 
 
+def base_of_adapter(model: str) -> tuple[str, str]:
+    """(what stands before a command that trains an adapter over `model`, the model it names): of a
+    checkpoint that reads images the text model is written first."""
+    model = weights_or_config(model)
+    if is_bare_config(model) or whole_config(model) is None:
+        return "", model
+    command, folder = text_model_command(model)
+    return f"{command} && ", folder
+
+
 def check_head(config: PreTrainedConfig) -> None:
     """Refuse a checkpoint without a language-model head, which would get random weights."""
     names = config.architectures or []

@@ -9,6 +9,7 @@ import pytest
 
 from longctx_patch.cli.diagnosis import exchange, packages
 from longctx_patch.cli.diagnosis.gpus import Gpu, Gpus
+from longctx_patch.cli.diagnosis.nodes import Place
 from longctx_patch.cli.diagnosis.packages import Check
 from longctx_patch.cli.doctor import Diagnosis, next_command, render
 from tests.cli.conftest import Run
@@ -120,5 +121,10 @@ def test_nodes_are_named_where_there_are_several() -> None:
 )
 def test_the_next_command_knows_the_gpus(name: str, gib: float, command: str) -> None:
     gpu = Gpu(name, (9, 0), int(gib * GIB), int(gib * GIB))
-    assert next_command(Gpus(seen=(gpu,) * 4)).startswith(command)
+    found = next_command(Gpus(seen=(gpu,) * 4))
+    assert found.startswith(command)
+    assert found.endswith(" --max-seq-len") or "(a MODEL that reaches fewer tokens: add" in found
+    eight = Place(0, 8, 0, 4, "host", ("address", "port"))  # of two machines
+    there = next_command(Gpus(seen=(gpu,) * 4), eight)
+    assert "--gpus 8x" in there or "--gpus 8 --nodes 2 --data" in there
     assert "--cpu" in next_command(Gpus())

@@ -144,6 +144,8 @@ def test_an_adapter_is_planned_over_a_text_model(run: Run, tmp_path: Path) -> No
     first, second = said.removeprefix("Next: ").split(" && ")
     assert shlex.split(first)[-2:] == [str(tmp_path / "seeing"), "seeing-text"]
     assert shlex.split(second)[:3] == ["longctx", "patch", "seeing-text"]
+    answer = run("families", tmp_path / "seeing").output
+    assert f"Next: {first} && longctx patch seeing-text --seq-len" in answer
     said = run(*words, "--full").output.splitlines()[-1]
     assert said.startswith(f"Next: longctx patch {tmp_path / 'seeing'} ")
 
