@@ -35,6 +35,11 @@ def masks_of(num_tokens: int) -> Iterator[Masked]:
     causal = k <= q
     inside = same_document(lengths, n)
     yield Masked("documents", packed, None, None, causal & inside)
+    tree = Documents(lengths, n, (-1, 0, -1, 1, 0, 3))
+    below, further = causal & seen(tree), distances(tree)
+    yield Masked("branches", tree, None, None, below)
+    yield Masked("branches in windows", tree, 5, None, below & (further < 5))
+    yield Masked("branches in long windows", tree, quarter + 1, None, below & (further <= quarter))
     yield Masked("window 1", one, 1, None, q == k)
     yield Masked("window", one, 5, None, causal & (k > q - 5))
     yield Masked("window beyond a shard", one, quarter + 3, None, causal & (k > q - quarter - 3))
@@ -63,6 +68,32 @@ def same_document(lengths: tuple[int, ...], num_tokens: int) -> Table:
         owner[start : start + length] = number
         start += length
     return (owner[:, None] == owner[None, :]) & (owner >= 0)[:, None]
+
+
+def texts_of(row: Documents) -> list[str]:
+    """Each token with all that is before it in its own row, if branches were written out as rows:
+    a letter for each document. Padding has none."""
+    whole: list[str] = []
+    found: list[str] = []
+    for number, length in enumerate(row.lengths):
+        parent = row.parents[number] if row.parents else -1
+        before, letter = whole[parent] if parent >= 0 else "", chr(ord("A") + number)
+        found += [before + letter * (place + 1) for place in range(length)]
+        whole.append(before + letter * length)
+    return found + [""] * (row.num_tokens - len(found))
+
+
+def seen(row: Documents) -> Table:
+    """Whether what is before a token begins with the other one's text, or they share a document."""
+    texts = texts_of(row)
+    begins = [[bool(k) and q.startswith(k) for k in texts] for q in texts]
+    return np.array(begins).reshape(len(texts), -1) | same_document(row.lengths, row.num_tokens)
+
+
+def distances(row: Documents) -> NDArray[np.int64]:
+    """How many tokens further a query (rows) is in its text than a key."""
+    places = np.array([len(text) for text in texts_of(row)], dtype=np.int64)
+    return places[:, None] - places
 
 
 def dense_masked(

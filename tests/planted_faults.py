@@ -30,6 +30,24 @@ FAULTS = (
         "(cuts[2 * rank], cuts[2 * rank + 1])",
         "tests/sequence",
     ),
+    Fault(  # branches: a wrong shift, a sibling that is seen, a wrong parent
+        "longctx_patch/sequence/masks.py",
+        "begins[q] - begins[kv]",
+        "edges[q] - edges[kv]",
+        "tests/sequence/test_masks.py",
+    ),
+    Fault(
+        "longctx_patch/sequence/masks.py",
+        "for kv in documents.path(q)",
+        "for kv in range(q + 1)",
+        "tests/sequence/test_masks.py",
+    ),
+    Fault(
+        "longctx_patch/sequence/documents.py",
+        "found.insert(0, self.parents[found[0]])",
+        "found.insert(0, found[0] - 1)",
+        "tests/sequence/test_masks.py",
+    ),
     Fault(
         "longctx_patch/plans/generators/table.py",
         '"zigzag_direct": PlanRecord(generate=direct_ring',

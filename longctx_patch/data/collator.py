@@ -79,10 +79,10 @@ class SequenceShardCollator:
 
     def shard(self, parsed: Sequence[Row]) -> dict[str, Tensor]:
         """The same for rows that have been read."""
-        if self.packed or any(len(row.lengths) > 1 for row in parsed):
+        if len(parsed) > 1 and (self.packed or any(len(row.lengths) > 1 for row in parsed)):
             parsed = [join_rows(parsed)]
         length = self._padded_length(parsed)
-        documents = Documents.of_row(parsed[0].lengths, length)
+        documents = Documents.of_row(parsed[0].lengths, length, parsed[0].parents)
         input_ids = torch.stack([_pad(row.ids, length, self.pad_token_id) for row in parsed])
         labels = torch.stack([_pad(row.next_labels(), length, IGNORE_INDEX) for row in parsed])
         layout = self.config.layout_of(documents)

@@ -19,8 +19,8 @@ from longctx_patch.sequence.placement import place
 
 SHARD_KEY = "longctx_shard"
 """Key of an int64 tensor `[B, 7 + n]`: the fields of `Cut`, the length of the padded row, a
-checksum of the whole row, its largest token, and the lengths of its documents (at most n), filled
-up with zeros."""
+checksum of the whole row, its largest token, and the lengths of its documents, filled up with
+zeros; where some go on from others, then -2 - parent for each of them."""
 _LAYOUTS: tuple[LayoutName, ...] = get_args(LayoutName)
 
 
@@ -96,18 +96,19 @@ class Descriptor:
                 "SequenceShardCollator unchanged. Batches of two calls can't be joined: give all "
                 "rows to one call."
             )
-        lengths = [tuple(length for length in row[_FIRST_LENGTH:] if length) for row in rows]
+        lengths = [tuple(length for length in row[_FIRST_LENGTH:] if length > 0) for row in rows]
         if len(lengths) > 1 and any(len(row) > 1 for row in lengths):
             raise ValueError(
                 f"a batch of {len(lengths)} packed rows: rows with documents of their own have "
                 "masks of their own. Give all rows to one call of SequenceShardCollator, which "
                 "joins them, instead of joining its batches."
             )
+        parents = tuple(-2 - number for number in rows[0][_FIRST_LENGTH:] if number < 0)
         return cls(
             cuts.pop(),
-            Documents.of_row(lengths[0], padded.pop()),
+            Documents.of_row(lengths[0], padded.pop(), parents),
             tuple(map(sum, lengths)),
-            longest=max((tokens for row in lengths for tokens in row), default=0),
+            longest=max(Documents(row, sum(row), parents).longest for row in lengths),
             most_id=max(row[_FIRST_LENGTH - 1] for row in rows),
             checksum=zlib.crc32(repr([row[len(Cut._fields) :] for row in rows]).encode()),
             key=shard.numpy().tobytes(),
@@ -127,7 +128,10 @@ def describe(
         [*cut, length, _checksum(ids, row), int(ids.max())]
         for ids, row in zip(input_ids, labels, strict=True)
     ]
-    filled = [[*row.lengths, *[0] * (most - len(row.lengths))] for row in rows]
+    filled = [
+        [*row.lengths, *[0] * (most - len(row.lengths)), *(-2 - parent for parent in row.parents)]
+        for row in rows
+    ]
     return torch.tensor([[*start, *lengths] for start, lengths in zip(said, filled, strict=True)])
 
 

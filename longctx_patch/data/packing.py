@@ -153,7 +153,7 @@ class PackedRows(IterableDataset[PackedRow]):
     def _documents(self) -> Iterator["_Document"]:
         """The documents of all rows, none empty and none longer than a packed row."""
         for number, row in enumerate(self.rows):
-            ids, labels, lengths = parse_row(row, number)
+            ids, labels, lengths, _ = parse_row(row, number)
             if not lengths:
                 self.num_empty += 1
             for document in _cut(_Document(ids, labels), lengths):

@@ -18,20 +18,35 @@ class Row(NamedTuple):
     labels: Tensor
     """Unshifted."""
     lengths: tuple[int, ...]
+    parents: tuple[int, ...] = ()
+    """Which document each one goes on from: see `Documents`."""
 
     def next_labels(self) -> Tensor:
-        """The label of each token: the token after it in its document."""
+        """The label of each token: the token after it in its document, or the first of its
+        branches, which are alike where they have a label."""
         shifted = torch.cat([self.labels[1:], self.labels.new_full((1,), IGNORE_INDEX)])
-        if self.lengths:
-            shifted[torch.tensor(self.lengths).cumsum(0) - 1] = IGNORE_INDEX
+        lengths = torch.tensor(self.lengths, dtype=torch.int64)
+        last = lengths.cumsum(0) - 1
+        shifted[last] = IGNORE_INDEX
+        if self.parents:
+            parents, first = torch.tensor(self.parents), self.labels[last - lengths + 1]
+            has_label = (parents >= 0) & (first != IGNORE_INDEX)
+            shifted[last[parents[has_label]]] = first[has_label]
         return shifted[: len(self.ids)]
 
 
 def join_rows(rows: Sequence[Row]) -> Row:
+    lengths: list[int] = []
+    parents: list[int] = []
+    for row in rows:
+        own = row.parents or (-1,) * len(row.lengths)
+        parents += [parent + len(lengths) if parent >= 0 else -1 for parent in own]
+        lengths += row.lengths
     return Row(
         torch.cat([row.ids for row in rows]),
         torch.cat([row.labels for row in rows]),
-        tuple(length for row in rows for length in row.lengths),
+        tuple(lengths),
+        tuple(parents) if any(row.parents for row in rows) else (),
     )
 
 

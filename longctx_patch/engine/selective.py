@@ -106,15 +106,16 @@ def first_kept(documents: Documents, share: float) -> int:
     most = share * sum(documents.lengths)
 
     def is_few_enough(place: int) -> bool:
-        return sum(max(0, length - place) for length in documents.lengths) <= most
+        sizes = zip(documents.lengths, documents.begins, strict=True)
+        return sum(min(n, max(0, begins + n - place)) for n, begins in sizes) <= most
 
-    return bisect_left(range(max(documents.lengths, default=0) + 1), True, key=is_few_enough)
+    return bisect_left(range(documents.longest + 1), True, key=is_few_enough)
 
 
 def rows_before(documents: Documents, place: int) -> Mask:
     """A mask: the first `place` tokens of each document see everything, the others nothing."""
     everything = Interval(0, documents.num_tokens)
-    edges = zip(documents.edges, documents.edges[1:], strict=False)
-    rows = [Interval(start, min(start + place, stop)) for start, stop in edges]
+    sizes = zip(documents.edges, documents.lengths, documents.begins, strict=False)
+    rows = [Interval(at, at + min(n, max(0, place - begins))) for at, n, begins in sizes]
     regions = [Piece(row, everything, FULL) for row in rows if row.size]
     return mask_of(documents.num_tokens, regions, f"first {place} tokens")

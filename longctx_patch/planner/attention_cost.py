@@ -45,6 +45,8 @@ class Workload:
     to expand latents is not counted."""
     lengths: tuple[int, ...] = ()
     """Tokens of each document of a packed row; none: the row is one document."""
+    parents: tuple[int, ...] = ()
+    """The earlier document that each document goes on from, -1 for none; none: no one does."""
     window: int | None = None
     """Keys that a token sees at most, itself included; None: all of its document."""
 
@@ -64,11 +66,11 @@ class Workload:
                 f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}: query heads group "
                 "evenly over key-value heads. Use a divisor of num_heads."
             )
-        Documents(self.lengths, self.num_tokens)  # refuses lengths that don't fit
+        Documents(self.lengths, self.num_tokens, self.parents)  # refuses what doesn't fit
 
     def documents(self) -> Documents:
         """The documents of the row."""
-        return Documents.of_row(self.lengths, self.num_tokens)
+        return Documents.of_row(self.lengths, self.num_tokens, self.parents)
 
     def mask(self) -> Mask:
         return documents_mask(self.documents(), window=self.window)

@@ -208,12 +208,18 @@ def _wanted(chain: Chain, needs: Needs) -> dict[tuple[int, int], tuple[int, ...]
 def make_chain(layout: Layout, documents: Documents) -> Chain:
     """The segments of a row.
 
-    Raises ValueError for a layout that takes every n-th token: each token would be a segment.
+    Raises ValueError for a layout that takes every n-th token: each token would be a segment; and
+    for branches.
     """
     if any(tokens.step > 1 for rank in layout.intervals for tokens in rank):
         raise ValueError(
             "a striped layout under layers whose state runs along the sequence: each token would "
             "be on another rank than the one before it. Use layout='contiguous' or 'zigzag'."
+        )
+    if documents.has_branches:
+        raise ValueError(
+            "documents that go on from others under layers whose state runs along the sequence: a "
+            "branch would need the state at its parent's end. Use documents without branches."
         )
     edges = [*documents.edges, documents.num_tokens]
     segments = sorted(

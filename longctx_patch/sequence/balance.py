@@ -59,7 +59,7 @@ def balanced(documents: Documents, num_ranks: int) -> Layout:
 def _shares_of_a_whole_document(documents: Documents, num_ranks: int) -> list[float]:
     """Limits to try on the pairs of a document that stays whole, as multiples of a rank's share; []
     for a row of one document, which zigzag places."""
-    pairs = [pairs_of(length) for length in documents.lengths]
+    pairs = list(map(pairs_of, documents.lengths, documents.begins))
     if len(pairs) < 2:
         return []
     longest = max(pairs) * num_ranks / sum(pairs)

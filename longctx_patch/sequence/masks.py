@@ -8,7 +8,7 @@ import zlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -184,6 +184,8 @@ def documents_mask(
         name = f"window {window}"
     if not documents.is_one:
         name += f", {len(documents.lengths)} documents"
+    if documents.has_branches:
+        name += " with branches"
     return Mask(documents.num_tokens, _in_each(documents, band), name)
 
 
@@ -195,11 +197,20 @@ def within(documents: Documents, window: int | None) -> Mask:
 
 
 def _in_each(documents: Documents, band: Band) -> tuple[Piece, ...]:
-    """The square of each document, cut to a band."""
-    squares = {length: trim_band(length, length, band) for length in set(documents.lengths)}
-    placed = zip(documents.edges, documents.lengths, strict=False)
+    """The square of each document, cut to a band, and a rectangle for each that it goes on from.
+
+    Bands count positions, so that of a rectangle is shifted by how much later its queries begin."""
+    edges, begins, lengths = documents.edges, documents.begins, documents.lengths
+
+    @cache
+    def trimmed(rows: int, columns: int, ahead: int) -> Piece | None:
+        return trim_band(rows, columns, band.shift(ahead))
+
+    pairs = ((q, kv) for q in range(len(lengths)) for kv in documents.path(q))
     return tuple(
-        square.moved(start, start) for start, length in placed if (square := squares[length])
+        piece.moved(edges[q], edges[kv])
+        for q, kv in pairs
+        if (piece := trimmed(lengths[q], lengths[kv], begins[q] - begins[kv]))
     )
 
 

@@ -4,6 +4,7 @@ A layout's imbalance is how far the rank with the most pairs is above the mean: 
 """
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,7 @@ from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.layout import Layout
 
 Ints = NDArray[np.int64]
+Number = TypeVar("Number", int, Ints)
 
 LIMIT = 0.05
 """Imbalance at which a layout is taken. An exchange, and the kernel calls that it brings, take
@@ -21,9 +23,9 @@ GOAL = 0.01
 """Imbalance at which nothing more is tried: more even shares would not repay their bytes."""
 
 
-def pairs_of(length: int) -> int:
-    """Allowed pairs of a document."""
-    return length * (length + 1) // 2
+def pairs_of(length: Number, begins: Number | int = 0) -> Number:
+    """Allowed pairs of a document's first `length` tokens; it goes on from `begins` others."""
+    return length * (length + 1) // 2 + length * begins
 
 
 def excess(loads: Ints) -> float:
@@ -59,20 +61,23 @@ class RowPairs:
 
     edges: Ints
     """`[documents + 1]`: where each document begins, and where the last one ends."""
+    begins: Ints
+    """`[documents + 1]`: tokens that each document goes on from."""
     finished: Ints
     """`[documents + 1]`: pairs of all documents before each edge."""
 
     @classmethod
     def of(cls, documents: Documents) -> "RowPairs":
         edges = np.array(documents.edges, dtype=np.int64)
-        lengths = np.diff(edges)
+        begins = np.array([*documents.begins, 0], dtype=np.int64)
         finished = np.zeros_like(edges)
-        np.cumsum(lengths * (lengths + 1) // 2, out=finished[1:])
-        return cls(edges, finished)
+        np.cumsum(pairs_of(np.diff(edges), begins[:-1]), out=finished[1:])
+        return cls(edges, begins, finished)
 
     def before(self, tokens: Ints) -> Ints:
-        """Pairs of the queries before each of `tokens`: query `t` of a document has `t + 1`."""
+        """Pairs of the queries before each of `tokens`: query `t` of a document has `t + 1`, and
+        those that it goes on from."""
         tokens = np.minimum(tokens, self.edges[-1])  # padding has none
         document = np.searchsorted(self.edges, tokens, side="right") - 1
         offset = tokens - self.edges[document]
-        return self.finished[document] + offset * (offset + 1) // 2
+        return self.finished[document] + pairs_of(offset, self.begins[document])

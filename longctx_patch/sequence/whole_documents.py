@@ -58,7 +58,8 @@ def whole_documents(documents: Documents, num_ranks: int, most_share: float = in
     together leaves ranks without work. Intervals are in the order of the tokens, and ranks in the
     order of their first tokens.
     """
-    pieces = _pieces(documents, most_share * sum(map(pairs_of, documents.lengths)) / num_ranks)
+    pairs = sum(map(pairs_of, documents.lengths, documents.begins))
+    pieces = _pieces(documents, most_share * pairs / num_ranks)
     padding = Interval(documents.edges[-1], documents.num_tokens)
     best = _placed(pieces, padding, num_ranks, FILLERS[0])
     for fillers in FILLERS[1:]:
@@ -83,12 +84,14 @@ class _Piece(NamedTuple):
 def _pieces(documents: Documents, most_pairs: float) -> list[_Piece]:
     """The documents; those with more pairs than `most_pairs` in parts with equally many pairs."""
     found = []
-    for start, length in zip(documents.edges, documents.lengths, strict=False):
-        count = max(1, ceil(pairs_of(length) / most_pairs)) if most_pairs else 1
-        # The first n tokens have about n * n / 2 pairs.
-        edges = [isqrt(length * length * part // count) for part in range(count + 1)]
+    sizes = zip(documents.edges, documents.lengths, documents.begins, strict=False)
+    for start, length, begins in sizes:
+        count = max(1, ceil(pairs_of(length, begins) / most_pairs)) if most_pairs else 1
+        # The first n tokens have about (n + begins)^2 / 2 - begins^2 / 2 pairs.
+        total = length * (length + 2 * begins)
+        edges = [isqrt(begins**2 + total * part // count) - begins for part in range(count + 1)]
         found += [
-            _Piece(Interval(start + a, start + b), pairs_of(b) - pairs_of(a))
+            _Piece(Interval(start + a, start + b), pairs_of(b, begins) - pairs_of(a, begins))
             for a, b in pairwise(edges)
             if a < b
         ]

@@ -6,6 +6,7 @@ import torch
 
 from longctx_patch import LongContextConfig, SequenceShardCollator
 from longctx_patch.data.descriptor import Descriptor
+from longctx_patch.data.rows import Row
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.layout import LayoutName, make_layout
 from longctx_patch.sequence.placement import place
@@ -109,6 +110,22 @@ def test_packed_rows_over_ulysses_and_ring() -> None:
     assert documents.num_tokens == 16
     assert whole["input_ids"] == [*range(13), 9, 9, 9]
     assert whole["position_ids"] == [*range(6), 0, *range(4), 0, 1, 0, 1, 2]
+
+
+def test_branches_count_on_and_open_with_their_parents_last_label() -> None:
+    """Rows 10 11 12 13 and 10 11 12 14 15, and one of 20 21; the first label counts in one row."""
+    ids, labels = [10, 11, 12, 13, 12, 14, 15, 20, 21], [-100, -100, -100, 13, 12, 14, 15, 20, 21]
+    row = Row(torch.tensor(ids), torch.tensor(labels), (2, 2, 3, 2), (-1, 0, 0, -1))
+    shard = collator().shard([row])
+    assert shard["position_ids"].tolist() == [[0, 1, 2, 3, 2, 3, 4, 0, 1]]
+    assert shard["shift_labels"].tolist() == [[-100, 12, 13, -100, 14, 15, -100, 21, -100]]
+    said = Descriptor.read(shard["longctx_shard"])
+    assert said.documents == Documents((2, 2, 3, 2), 9, (-1, 0, 0, -1))
+    assert (said.longest, said.real_lengths) == (5, (9,))
+    twice = Descriptor.read(collator().shard([row, row])["longctx_shard"]).documents
+    assert twice == Documents((2, 2, 3, 2) * 2, 18, (-1, 0, 0, -1, -1, 4, 4, -1))
+    apart = collator().shard([row._replace(parents=())])["longctx_shard"]
+    assert Descriptor.read(apart).checksum != said.checksum
 
 
 def test_several_packed_rows_become_one() -> None:

@@ -25,10 +25,11 @@ PLACED = [
 ]
 
 
+SELECTED = ("window", "prefix", "documents", "branches")
 CASES = {
     "causal": causal_row(48),
     "sinks": causal_row(48),
-    **{case.name: case for case in masks_of(48) if case.name in ("window", "prefix", "documents")},
+    **{case.name: case for case in masks_of(48) if case.name in SELECTED},
 }
 
 
@@ -87,6 +88,9 @@ def test_the_longest_documents_are_kept_first() -> None:
     assert first_kept(documents, 0.5) == 30
     assert first_kept(documents, 1.0) == 0
     assert first_kept(documents, 0.0) == 100
+    branches = Documents((100, 10, 30), 150, (-1, 0, 1))
+    assert first_kept(branches, 0.25) == 105
+    assert np.flatnonzero(rows_before(branches, 105).dense().any(1)).tolist() == [*range(105)]
     table = rows_before(documents, 30).dense()
     assert np.flatnonzero(table.any(1)).tolist() == [*range(30), *range(100, 140)]
 

@@ -21,7 +21,7 @@ from longctx_patch.sequence.masks import (
     within,
 )
 from longctx_patch.sequence.placement import place
-from tests.masked import Table, same_document
+from tests.masked import Table, distances, seen
 
 Made = tuple[Mask, Table]
 MOST_TOKENS = 40
@@ -38,10 +38,12 @@ def tokens(num_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 @st.composite
 def rows_of(draw: st.DrawFn, num_tokens: int) -> Documents:
-    """Documents and padding that fill a row."""
+    """Documents, some of them branches, and padding that fill a row."""
     cuts = draw(st.sets(st.integers(1, max(1, num_tokens)), max_size=7))
     edges = [0, *sorted(cut for cut in cuts if cut <= num_tokens)]
-    return Documents(tuple(np.diff(edges).tolist()), num_tokens)
+    parents = [draw(st.integers(-1, number - 1)) for number in range(len(edges) - 1)]
+    chosen = draw(st.sampled_from([(), tuple(parents)]))
+    return Documents(tuple(np.diff(edges).tolist()), num_tokens, chosen)
 
 
 @st.composite
@@ -59,14 +61,14 @@ def simple_masks(draw: st.DrawFn, n: int) -> Made:
     )
     if kind in ("documents", "window", "within", "both ways"):
         row = draw(rows_of(n))
-        inside = same_document(row.lengths, n)
+        inside, further = seen(row), distances(row)
         window = draw(st.integers(1, n + 2))
         if kind == "documents":
             return documents_mask(row), inside & (k <= q)
         if kind == "window":
-            return documents_mask(row, window=window), inside & (k <= q) & (q - k < window)
+            return documents_mask(row, window=window), inside & (k <= q) & (further < window)
         if kind == "within":
-            return within(row, window), inside & (q - k < window)
+            return within(row, window), inside & (further < window)
         return documents_mask(row, is_causal=False), inside
     if kind == "prefix":
         prefix = draw(st.integers(0, n))

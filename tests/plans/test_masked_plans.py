@@ -19,7 +19,7 @@ from longctx_patch.sequence.masks import function_mask
 from longctx_patch.sequence.regions import Piece
 from tests.engine.exact import Case, assert_exact
 from tests.masked import Masked as MaskedCase
-from tests.masked import same_document
+from tests.masked import distances, seen
 from tests.plans.random_masks import (
     NAMED,
     Masked,
@@ -120,7 +120,7 @@ def masked_calls(draw: st.DrawFn) -> Case:
     mask, table = draw(st.one_of(st.just((None, k <= q)), masks(n)))
     row = draw(st.one_of(st.just(Documents.one(n)), rows_of(n)))
     window = draw(st.one_of(st.none(), st.integers(1, n + 2)))
-    table = table & same_document(row.lengths, n) & (q - k < (window or n))
+    table = table & seen(row) & (distances(row) < (window or n))
     name, layout = draw(st.sampled_from([("auto", None), *NAMED]))
     config = LongContextConfig(
         ulysses_degree=draw(st.sampled_from([1, 1, 2])),

@@ -45,9 +45,12 @@ def giant_and_tiny(num_tokens: int) -> Documents:
 def documents(max_tokens: int) -> st.SearchStrategy[Documents]:
     lengths = st.lists(st.integers(1, max_tokens // 5), max_size=5).map(tuple)
     return st.builds(
-        lambda lengths, padding: Documents(lengths, sum(lengths) + padding),
+        lambda lengths, padding, parents: Documents(
+            lengths, sum(lengths) + padding, tuple(map(min, parents, range(-1, len(lengths) - 1)))
+        ),
         lengths,
         st.integers(0, max_tokens // 5),
+        st.one_of(st.just([]), st.lists(st.integers(-1, 3), min_size=5, max_size=5)),
     )
 
 
@@ -118,6 +121,23 @@ CASES = [
     *[(giant_and_tiny(4099), 3), (giant_and_tiny(30_000), 2), (giant_and_tiny(131_072), 4)],
     *[(log_normal(2039, count), 16) for count in (20, 60, 180)],  # a prime length
 ]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "parents"),
+    [
+        ((60_000, 2000, 2000), (-1, 0, 0)),  # a pair
+        ((30_000, *(1000,) * 8), (-1, *(0,) * 8)),  # a group
+        ((700, 1100, 300, 4000, 57), (-1, 0, 0, 1, 3)),  # a tree
+        ((1, 8000, 8000), (-1, 0, 0)),
+    ],
+)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
+def test_branches_are_balanced_by_what_they_see(
+    lengths: tuple[int, ...], parents: tuple[int, ...], num_ranks: int
+) -> None:
+    row = Documents(lengths, sum(lengths) + -sum(lengths) % num_ranks, parents)
+    assert imbalance(row, balanced(row, num_ranks)) <= LIMIT
 
 
 @pytest.mark.parametrize(("row", "num_ranks"), CASES)

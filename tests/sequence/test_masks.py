@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,8 +18,8 @@ from longctx_patch.sequence.masks import (
     prefix_lm,
 )
 from longctx_patch.sequence.regions import Piece, Tile
-from tests.masked import Table
-from tests.plans.random_masks import masks, tokens
+from tests.masked import Table, distances, texts_of
+from tests.plans.random_masks import masks, rows_of, tokens
 
 MADE = st.integers(1, 36).flatmap(masks)
 """A mask, or the intersection of several, and its table by definition."""
@@ -62,6 +63,28 @@ def test_a_mask_is_its_table_wherever_it_is_cut(
     assert sum(mask.area_in(q_cut, kv_cut, piece) for piece in pieces) == np.count_nonzero(part)
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 36).flatmap(rows_of), st.integers(1, 20))
+def test_a_branch_sees_what_its_row_would_and_no_sibling(row: Documents, window: int) -> None:
+    """By the texts of tokens in rows apart: neither parents nor shifts of bands are trusted."""
+    texts, (q, k) = texts_of(row), tokens(row.num_tokens)
+    table = (k <= q) & [[bool(key) and query.startswith(key) for key in texts] for query in texts]
+    assert np.array_equal(documents_mask(row).dense(), table)
+    assert np.array_equal(
+        documents_mask(row, window=window).dense(), table & (distances(row) < window)
+    )
+    real = row.edges[-1]
+    positions = row.positions(torch.arange(row.num_tokens))[:real]
+    assert positions.tolist() == [len(text) - 1 for text in texts[:real]]
+    assert row.longest == max(map(len, texts))
+
+
+def test_rows_with_other_parents_are_other_rows() -> None:
+    rows = [Documents((4, 2, 2), 9, parents) for parents in ((), (-1, 0, 0), (-1, 0, 1))]
+    assert len({hash(row) for row in rows}) == len(set(rows)) == 3
+    assert len({documents_mask(row).checksum for row in rows}) == 3
+
+
 def test_equal_masks_by_other_ways_have_one_checksum() -> None:
     assert causal(12) == documents_mask(Documents.one(12), window=40) != bidirectional(12)
     assert causal(12).checksum == documents_mask(Documents.one(12), window=12).checksum
@@ -87,6 +110,9 @@ def test_thousands_of_tokens_take_closed_forms() -> None:
         (lambda: documents_mask(Documents.one(4), window=2, is_causal=False), "looks back"),
         (lambda: Documents((3, 0), 5), "a token or more"),
         (lambda: Documents((3, 3), 5), "together they fit"),
+        (lambda: Documents((3, 2), 5, (-1, 1)), "an earlier document or -1"),
+        (lambda: Documents((3, 2), 5, (0,)), "an earlier document or -1"),
+        (lambda: Documents((3, 2), 5, (-1, 0)).cut(2), "chunk=2 of documents that go on"),
         (lambda: prefix_lm(4, 5), "prefix=5"),
         (lambda: block_sparse(10, np.ones((2, 2), dtype=bool), 4), r"\[3, 3\]"),
         (lambda: causal(4) & causal(5), "4 and 5 tokens"),

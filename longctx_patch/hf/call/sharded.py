@@ -80,7 +80,7 @@ class ShardedCall:
     def attention(self, kind: LayerKind) -> AttentionCall:
         """The attention call of a layer; layers that are alike share one object."""
         if kind not in self._calls:
-            longest = max(self.documents.lengths, default=0)
+            longest = self.documents.longest
             window = None if kind.window is None or kind.window >= longest else kind.window
             chunk = kind.chunk
             if chunk is not None and (kind.first_chunk or chunk) >= longest:
