@@ -27,6 +27,10 @@ MEANINGS = {
     "MFU": "share of the GPU's peak, without recompute",
 }
 """What the columns of the table are."""
+MIXED = (
+    "A step has the rows that are trained at once, so that s/step is the time of other work where",
+    "rows differ: the order is by tokens/s. --rows-per-step N compares steps of the same rows.",
+)
 COMPONENTS = {
     "checkpoints": "what layers keep for backward",
     "layer": "the layer that is being computed",
@@ -81,6 +85,7 @@ def render(results: Sequence[Result], max_seq_len: int, reach: int | None = None
             "",
         ]
         lines += [f"{name}: {MEANINGS[name]}." for name in _columns(job, tuple(MEANINGS))]
+        lines += MIXED if len({result.num_rows for result in fitting}) > 1 else ()
         lines += ["", f"The first: {flags(fitting[0])}", *_parts(fitting[0])]
     else:
         lines += ["Nothing fits."]

@@ -382,4 +382,6 @@ def test_the_rows_of_a_step(run: Run, llama_8b: Path) -> None:
     assert "  sp 2: 12 rows at once don't divide 6 rows a step" in few
     without = run("plan", *words).stdout
     assert "forwards" not in without
+    assert "--rows-per-step N compares steps of the same rows." in without
+    assert "--rows-per-step N" not in text  # where they are the same
     assert "  sp 3: groups of 3 GPUs would lie across nodes of 8" in without.splitlines()
