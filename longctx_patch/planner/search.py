@@ -212,7 +212,6 @@ def _recurrent_work(job: Job) -> RecurrentWork | None:
 
 def _of_way(job: Job, way: Way) -> Iterator[Result]:
     """All that layers may keep, recompute and move to the host, for one way to share a row."""
-    tiled = usual_tiles(job, way.ulysses * way.ring)
     # Where states go along a ring it can't be striped, as rings are that keep attention for a share
     # of the tokens.
     has_chains = way.ring > 1 and job.shape.recurrence is not None
@@ -222,10 +221,8 @@ def _of_way(job: Job, way: Way) -> Iterator[Result]:
         for share in _shares(policy)
         if share == 1 or not has_chains
     ]
-    for mlp_tiles, offload_states, (policy, share) in product(
-        sorted({1, tiled}), (False, True) if job.fsdp else (False,), kept
-    ):
-        config = LongContextConfig(checkpoint=policy, attention_kept=share, mlp_tiles=mlp_tiles)
+    for offload_states, (policy, share) in product((False, True) if job.fsdp else (False,), kept):
+        config = LongContextConfig(checkpoint=policy, attention_kept=share)
         yield result_of(job, way.applied_to(config), offload_states=offload_states)
 
 

@@ -81,7 +81,7 @@ def test_a_card_without_room_is_told_what_to_type(run: Run, config: Write, tmp_p
     words = ("--seq-len", 32768, "--host-gib", 64)
     code, output = patch(run, model, tmp_path / "run", "1xRTX4090", *words)
     assert code == 1
-    assert "--mlp-tiles 1 --states-on-host is predicted to take" in output
+    assert "--mlp-tiles 2 --states-on-host is predicted to take" in output
     narrow = "--load-in-4bit --ulysses 1 --ring 1 --checkpoint auto --mlp-tiles"
     assert re.search(narrow + r" \d is predicted to fit\.", output)
     code, output = patch(run, model, tmp_path / "run", "1xRTX4090", *words, "--full")

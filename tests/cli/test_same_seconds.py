@@ -1,4 +1,4 @@
-"""Every command predicts the same seconds for the same attention call on the same machine."""
+"""Every command predicts the same seconds for the same step and attention on the same machine."""
 
 import json
 from collections.abc import Callable
@@ -8,6 +8,7 @@ import pytest
 
 from longctx_patch.cli.decisions import PatchOptions, decide
 from longctx_patch.cli.patch import patch_command
+from longctx_patch.planner.search import Result
 from tests.cli.conftest import Run
 from tests.planner.jobs import LLAMA_8B
 
@@ -29,14 +30,14 @@ def planned_s(run: Run, model: Path, gpus: str) -> tuple[float, tuple[int, int]]
     return best["parts_s"]["attention"] / LAYERS, (best["ulysses"], best["ring"])
 
 
-def patched_s(model: Path, out: Path, gpus: str) -> float:
-    """Seconds of a layer of the run that `longctx patch` writes."""
+def patched(model: Path, out: Path, gpus: str, checkpoint: str) -> Result:
+    """What is predicted of the run that `longctx patch` writes."""
     words = [str(model), "--gpus", gpus, "--seq-len", str(TOKENS), "--out", str(out)]
-    words += ["--tokenizer", "bytes", "--checkpoint", "attention"]
+    words += ["--tokenizer", "bytes", "--checkpoint", checkpoint]
     options = patch_command.make_context("patch", words).params
     predicted = decide(options.pop("model"), PatchOptions(**options)).sharing.predicted
     assert predicted is not None
-    return predicted.time.attention / LAYERS
+    return predicted
 
 
 @pytest.mark.parametrize("kind", ["h200", "a100"])
@@ -45,5 +46,18 @@ def test_every_command_predicts_the_same_attention(
 ) -> None:
     model = config(**LLAMA_8B, max_position_embeddings=TOKENS)
     planned, degrees = planned_s(run, model, f"4x{kind}")
-    assert patched_s(model, tmp_path / "run", f"4x{kind}") == pytest.approx(planned)
+    predicted = patched(model, tmp_path / "run", f"4x{kind}", "attention")
+    assert predicted.time.attention / LAYERS == pytest.approx(planned)
     assert scheduled_s(run, model, kind, degrees) == pytest.approx(planned)
+
+
+def test_plan_and_patch_take_the_same_tiles(
+    run: Run, config: Callable[..., Path], tmp_path: Path
+) -> None:
+    """`longctx plan` also tried whole MLPs: its seconds were not those of its next command."""
+    model = config(**LLAMA_8B, max_position_embeddings=TOKENS)
+    words = ("--gpus", "1xH200", "--seq-len", TOKENS, "--json")
+    (best, *_) = json.loads(run("plan", model, *words).stdout)["candidates"]
+    found = patched(model, tmp_path / "run", "1xH200", best["checkpoint"])
+    assert best["mlp_tiles"] == found.candidate.mlp_tiles > 1
+    assert (best["step_s"], best["peak_gib"]) == (found.time.total, found.memory.total / 2**30)
