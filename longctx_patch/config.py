@@ -31,6 +31,7 @@ HardwareName = Literal[
 ]
 LossName = Literal["chunked", "logits"]
 KvExchange = Literal["auto", "heads", "latent"]
+PrefixSharing = Literal["off", "auto", "always"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +133,15 @@ class LongContextConfig:
     the others where their number is odd); a single key-value head serves both halves of the query
     heads. Layers with a window keep it."""
 
+    share_prefixes: PrefixSharing = "off"
+    """Whether whole rows of a batch that begin alike become one row with branches, in which each
+    beginning is computed once (DPO pairs, GRPO groups, turns of a conversation). What the model
+    returns is of the rows that were given, and so are gradients, router losses included. `always`:
+    wherever a batch has any; refused where it can't be done exactly, as with recurrent layers,
+    images, chunked attention, dropout or a mask of one's own. `auto`: where it saves a tenth of the
+    layers' FLOPs or more, by the rows' ids and the model's config alone; rows that can't share are
+    computed apart, with a warning. `off`: every row is computed by itself."""
+
     loss: LossName = "chunked"
     """How a sharded pass with labels computes its loss. `chunked`: from a part of the tokens at a
     time, so that no rank ever holds all its logits; `out.logits` is None then, and the loss can go
@@ -152,6 +162,7 @@ class LongContextConfig:
             ("hardware", get_args(HardwareName)),
             ("loss", get_args(LossName)),
             ("kv_exchange", get_args(KvExchange)),
+            ("share_prefixes", get_args(PrefixSharing)),
             ("recurrent_exchange", get_args(RecurrentExchange)),
             ("checkpoint", tuple(POLICIES)),
         ):

@@ -102,6 +102,18 @@ FAULTS = (
         "row.labels",
         "tests/data",
     ),
+    Fault(  # a token is shared by rows that go on otherwise
+        "longctx_patch/data/prefixes.py",
+        "if differ.any() else size) - 1)",
+        "if differ.any() else size - 1))",
+        "tests/data/test_prefixes.py",
+    ),
+    Fault(  # a label of one row leaks into another
+        "longctx_patch/hf/row_outputs.py",
+        "values.masked_fill(~shared.has_label.to(values.device), 0)",
+        "values",
+        "tests/hf/test_shared_rows.py",
+    ),
     Fault(
         "longctx_patch/hf/call/fire_check.py",
         "problem = self._missing_layers()",

@@ -5,6 +5,7 @@ which `position_ids` that start anew, `cu_seq_lens_q` or `seq_lengths` say. tran
 collators make all of these.
 """
 
+import zlib
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -64,6 +65,42 @@ class WholeRows(NamedTuple):
         return any(len(row.lengths) > 1 for row in self.rows)
 
 
+class SharedTokens(NamedTuple):
+    """Says where the tokens of rows are in the one row that they became, since some begin alike."""
+
+    places: Tensor
+    """`[B, L]`: the place of each column's token, -1 on padding."""
+    has_label: Tensor
+    """`[B, L - 1]`: whether the token after each one has a label in this row."""
+
+    def counted(self, held: Tensor, num_tokens: int) -> Tensor:
+        """Which of a rank's tokens, those at `held`, have a label: each once for every row that has
+        it, as in the loss of rows apart."""
+        local = torch.full((num_tokens,), -1)
+        local[held] = torch.arange(len(held))
+        mine = local[self.places[:, :-1][self.has_label]]
+        return mine[mine >= 0]
+
+    def alike(self, held: Tensor, num_tokens: int, *, by_row: bool) -> tuple[Tensor, list[int]]:
+        """Which of a rank's tokens, those at `held`, have a label; and how many of these in turn
+        have it in the same rows (`by_row`), or else in as many rows."""
+        has_label = torch.zeros(num_tokens, len(self.places), dtype=torch.bool)
+        row, column = self.has_label.nonzero(as_tuple=True)
+        has_label[self.places[row, column], row] = True
+        labelled = has_label[held].any(1).nonzero()[:, 0]
+        rows = has_label[held[labelled]]
+        _, sets, sizes = (rows if by_row else rows.sum(1, keepdim=True)).unique(
+            dim=0, return_inverse=True, return_counts=True
+        )
+        return labelled[sets.argsort(stable=True)], sizes.tolist()
+
+    def checksum(self) -> int:
+        """Tells batches apart that become the same row."""
+        return zlib.crc32(
+            self.has_label.numpy().tobytes(), zlib.crc32(self.places.numpy().tobytes())
+        )
+
+
 class RowsPass(NamedTuple):
     """Holds what a forward pass over a shard has to know of the whole rows that it was cut from."""
 
@@ -89,6 +126,8 @@ class RowsPass(NamedTuple):
     """Where images are whose tokens see each other in both directions."""
     only_windows_see_ahead: bool = False
     """Whether they do so in layers with a window alone, as in Gemma 4."""
+    shared: SharedTokens | None = None
+    """Where tokens are, if rows share their beginnings; None: rows are apart."""
 
 
 def read_rows(given: Mapping[str, Any], stock: StockModel) -> WholeRows:

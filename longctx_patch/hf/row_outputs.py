@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from longctx_patch.config import LossName
-from longctx_patch.data.whole_rows import WANTED_KEY, HeadScores, RowsPass, Wanted
+from longctx_patch.data.whole_rows import WANTED_KEY, HeadScores, RowsPass, SharedTokens, Wanted
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.hf.call.gather import all_chosen, all_tokens
 from longctx_patch.loss.law import group_value
@@ -48,7 +48,8 @@ def whole_outputs(
     layout = group.layout(documents)
     for name in given:
         if name in of_tokens:
-            outputs[name] = in_rows(_all_values(given[name], group, layout), rows)[:, :-1]
+            values = in_rows(_all_values(given[name], group, layout), rows)[:, :-1]
+            outputs[name] = values if rows.shared is None else _of_labels(values, rows.shared)
     if rows.wanted in ("fused", "scores"):
         outputs["loss"] = _fused_loss(outputs, rows, config)
     elif rows.wanted == "loss":
@@ -59,6 +60,11 @@ def whole_outputs(
     elif logits is not None:
         outputs["logits"] = in_rows(all_tokens(logits, group, layout), rows)
     return outputs
+
+
+def _of_labels(values: Tensor, shared: SharedTokens) -> Tensor:
+    """`[B, L - 1]` with 0 where a row has no label, since another one may have it."""
+    return values.masked_fill(~shared.has_label.to(values.device), 0)
 
 
 def _all_values(mine: Tensor, group: SequenceGroup, layout: Layout) -> Tensor:
@@ -82,8 +88,12 @@ def in_rows(tokens: Tensor, rows: RowsPass) -> Tensor:
 
     Args:
         tokens: `[rows, padded length, ...]`, or `[1, padded length, ...]` of packed rows, which
-            follow one another.
+            follow one another, and of rows that share tokens.
     """
+    if rows.shared is not None:
+        places = rows.shared.places.to(tokens.device)
+        is_padding = (places < 0).view(*places.shape, *(1,) * (tokens.ndim - 2))
+        return tokens[0][places.clamp(min=0)].masked_fill(is_padding, 0)
     found, place = [], 0
     for number, (start, stop) in enumerate(rows.spans):
         size = stop - start

@@ -11,7 +11,7 @@ be read here take the stock path as well: it is one process's.
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from longctx_patch.data import SHARD_KEY, SequenceShardCollator
 from longctx_patch.data.descriptor import Descriptor
+from longctx_patch.data.rows import Row
 from longctx_patch.data.stock_rows import LENGTHS, check_lengths_alone
 from longctx_patch.data.whole_rows import (
     READ,
@@ -47,6 +48,7 @@ from longctx_patch.hf.row_outputs import (
     require_known_group,
     whole_outputs,
 )
+from longctx_patch.hf.sharing import CannotShareError, Sharing
 
 Arguments = dict[str, Any]
 
@@ -73,6 +75,7 @@ class RowPasses:
         self._model, self._group = model, group
         self._calls: DecoderCalls
         self._losses: LossPasses
+        self._sharing: Sharing
         self._stock = stock_model(model)
         self._is_recurrent = bool(transformers_api.recurrent_modules(model))
         self._of_images = (
@@ -85,6 +88,7 @@ class RowPasses:
     def bind(self, calls: DecoderCalls, losses: LossPasses) -> Callable[[], None]:
         """Hook the model around all other hooks; return a function that undoes it."""
         self._calls, self._losses = calls, losses
+        self._sharing = Sharing(self._model, calls)
         return transformers_api.hook(
             self._model, self._before, self._after, around=True, also_after_errors=True
         )
@@ -114,7 +118,8 @@ class RowPasses:
             if are_whole:
                 shard, rows = self._shard_of(given)
         except Exception as error:
-            if self._group.num_ranks == 1 and WANTED_KEY not in given:
+            is_refused = isinstance(error, CannotShareError)
+            if self._group.num_ranks == 1 and WANTED_KEY not in given and not is_refused:
                 self._check_documents(given)
                 return args, kwargs
             problem = error
@@ -213,7 +218,10 @@ class RowPasses:
             raise ValueError("num_items_in_batch=0 with labels: it counts the step's labels.")
         least = min((int(row.ids.min()) for row in whole.rows if len(row.ids)), default=0)
         rows = RowsPass(num_items, whole.spans, whole.length, whole.is_packed, least, *request)
-        shard: Arguments = dict(self._collate.shard(whole.rows))
+        own_rows: Sequence[Row] = whole.rows
+        if (joined := self._sharing.joined(whole, given)) is not None:
+            own_rows, rows = [joined[0]], rows._replace(shared=joined[1])
+        shard: Arguments = dict(self._collate.shard(own_rows))
         if request.wanted == "logits":
             del shard["labels"], shard["shift_labels"]
         described = shard.pop(SHARD_KEY)

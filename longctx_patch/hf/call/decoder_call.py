@@ -86,7 +86,9 @@ class ShardedPass(SimpleNamespace):
         columns = "" if self.rows.columns is None else f" of columns {list(self.rows.columns)}"
         how = f" {self.rows.scores}" if self.rows.wanted == "scores" else ""
         images = f", {self.rows.images}" if self.rows.images else ""
-        return f"whole rows {labels} labels for {self.rows.wanted}{columns}{how}{images}"
+        shared = self.rows.shared
+        alike = "" if shared is None else f", begun alike, checksum {shared.checksum():08x}"
+        return f"whole rows {labels} labels for {self.rows.wanted}{columns}{how}{images}{alike}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,6 +325,7 @@ class DecoderCalls:
             call = ShardedCall(self.group, found.row, found.mask, self.seen, self.chunks)
         call.fire_check, call.positions = self.first_step.begin(self.decoder), found.positions
         call.only_windows_are_masked = found.rows is not None and found.rows.only_windows_see_ahead
+        call.shared = None if found.rows is None else found.rows.shared
         return {
             "attention_mask": transformers_api.no_mask(call, num_rows, call.positions.device),
             "position_ids": call.positions.expand(num_rows, -1),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from longctx_patch.data.descriptor import Descriptor
+from longctx_patch.data.whole_rows import SharedTokens
 from longctx_patch.engine.autograd import distributed_attention
 from longctx_patch.engine.call import AttentionCall, CallShape
 from longctx_patch.engine.chain.chain_run import checked_chain
@@ -72,6 +73,8 @@ class ShardedCall:
         """Kinds of layers that have run; plans made ahead are for these."""
         self.chunks = chunks
         """Tokens of the chunks in which layers attend, by the layer's number."""
+        self.shared: SharedTokens | None = None
+        """Where the tokens of rows are that share their beginnings."""
         self.fire_check: FireCheck | None = None
         self.positions: Tensor | None = None
         """`[L]`: positions of this rank's tokens in their documents; set when the pass begins."""
@@ -239,5 +242,6 @@ def with_whole_router_logits(outputs: Any, call: ShardedCall) -> Any:
             call.group,
             call.group.layout(call.documents),
             call.real_lengths,
+            call.shared,
         )
     return outputs

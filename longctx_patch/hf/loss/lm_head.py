@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longctx_patch.data.whole_rows import RowsPass
+from longctx_patch.data.whole_rows import RowsPass, SharedTokens
 from longctx_patch.families.facts import text_config
 from longctx_patch.families.family import LogitsRule
 from longctx_patch.families.supported import FAMILIES
@@ -31,6 +31,7 @@ from longctx_patch.hf.loss.shard_loss import LossPass, ShardLoss
 from longctx_patch.hf.loss.token_head import TokenFields
 from longctx_patch.loss.law import IGNORE_INDEX
 from longctx_patch.loss.linear_cross_entropy import linear_cross_entropy, linear_scores
+from longctx_patch.sequence.documents import Documents
 
 
 class LossPasses:
@@ -73,6 +74,8 @@ class LossPasses:
             return
         current = LossPass(found.shift_labels, found.num_labels, found.group_labels)
         self.loss.current = current
+        if rows is not None and rows.shared is not None:
+            self._share(current, rows, rows.shared, found.row.documents)
         if rows is not None and rows.wanted in ("log_probs", "top1"):
             current.wants, current.with_top1 = "log_probs", rows.wanted == "top1"
             current.look_up()
@@ -84,6 +87,19 @@ class LossPasses:
             current.look_up()
             if (head := plain_head(self._model)) is not None:
                 self._run_as(head, self._loss_of)
+
+    def _share(
+        self, current: LossPass, rows: RowsPass, shared: SharedTokens, documents: Documents
+    ) -> None:
+        """Let labels of shared tokens count as in rows apart."""
+        layout = self.loss.group.layout(documents)
+        place = layout.positions(self.loss.group.group_rank), layout.num_tokens
+        current.group_labels = int(shared.has_label.sum())
+        if rows.wanted == "loss":
+            current.rows, current.repeats = shared.counted(*place), True
+        elif rows.wanted == "scores":
+            by_row = rows.scores.by_row
+            current.rows, current.segments = shared.alike(*place, by_row=by_row)
 
     def _log_probs(self, own: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
         current, (softcap, scale) = self._current()
@@ -179,7 +195,9 @@ def _scores(
     head: nn.Linear, hidden: Tensor, current: LossPass, softcap: float | None, scale: float
 ) -> TokenFields:
     """Returns what is known of each label."""
-    segments = _labelled_by_row(current) if current.how.by_row else None
+    segments = current.segments
+    if segments is None and current.how.by_row:
+        segments = _labelled_by_row(current)
     hidden, labels = current.labelled(hidden)
     losses, entropy, is_top1, mean_logits = linear_scores(
         hidden,

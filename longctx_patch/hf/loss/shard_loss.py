@@ -36,6 +36,11 @@ class LossPass:
     rows: Tensor | None = None
     """Indices of those of the `B * L` tokens that have a loss, to drop the others. None if they
     were not looked up, or if all tokens have one."""
+    segments: list[int] | None = None
+    """How many of `rows` in turn have log-probabilities with one gradient, where rows of the batch
+    share tokens."""
+    repeats: bool = False
+    """Whether `rows` has a token once for each row of the batch that has its label."""
     token_sum: Tensor | None = None
     """The sum of this rank's token losses, once the head has computed it."""
     sum_is_handed_on: bool = False
@@ -71,7 +76,7 @@ class LossPass:
 
     def look_up(self) -> None:
         """Look up which tokens have a loss, where the host has waited for the device anyway."""
-        if self.num_labels < self.shift_labels.numel():
+        if self.rows is None and self.num_labels < self.shift_labels.numel():
             self.rows = (self.shift_labels != IGNORE_INDEX).flatten().nonzero()[:, 0]
 
     def placed(self, values: Tensor) -> Tensor:
@@ -165,7 +170,8 @@ class ShardLoss:
             if self.has_router_loss:
                 self._count_router_loss(scale.router_share(**counts))
         if current.token_sum is None:
-            return scale.loss(sum_of_token_losses(logits, current.shift_labels))
+            given = current.labelled(logits) if current.repeats else (logits, current.shift_labels)
+            return scale.loss(sum_of_token_losses(*given))
         if current.sum_is_handed_on:
             _check_logits_unchanged(current.token_sum, logits)
         return scale.loss(current.token_sum)
