@@ -24,6 +24,13 @@ class PositionLosses:
     """The mean that each bucket has over its tokens, in nats; None where it has no tokens."""
     tokens: tuple[int, ...]
     """How many each bucket has."""
+    texts: tuple[int, ...] = ()
+    """How many texts (rows) have tokens in each bucket; empty in scores of earlier versions."""
+    standard_error: tuple[float | None, ...] = ()
+    """The standard error of each mean over its texts, since tokens of one text are not independent:
+    with the sum `s` of losses and the number `c` of tokens of each of `n` texts,
+    `sqrt(n / (n - 1) * sum((s - loss * c)**2)) / sum(c)`. Where texts have as many tokens this is
+    the standard deviation of their means, by `sqrt(n)`. None with fewer than two texts."""
 
 
 def default_edges(length: int) -> tuple[int, ...]:
@@ -54,9 +61,8 @@ def loss_by_position(
         log_probs: `[B, L - 1]` of each batch, on the CPU.
         edges: rising; labels beyond the last are left out.
     """
-    sums = torch.zeros(len(edges) + 1, dtype=torch.float64)
-    counts = torch.zeros(len(edges) + 1, dtype=torch.int64)
-    bounds = torch.tensor(edges)
+    sums, counts = list[Tensor](), list[Tensor]()  # [texts, buckets] of each batch
+    bounds, width = torch.tensor(edges), len(edges) + 1
     for batch, logs in zip(batches, log_probs, strict=True):
         labels = batch["labels"][:, 1:]
         positions = batch.get("position_ids")
@@ -64,14 +70,27 @@ def loss_by_position(
             positions = torch.arange(labels.shape[1] + 1).expand(len(labels), -1)
         is_label = labels != IGNORE_INDEX
         places = torch.bucketize(positions[:, 1:][is_label], bounds, right=True)
-        sums.index_add_(0, places, -logs[is_label].double())
-        counts += places.bincount(minlength=len(counts))
-    buckets = range(1, len(edges))
+        places += width * is_label.nonzero()[:, 0]
+        size, losses = len(labels) * width, -logs[is_label].double()
+        sums.append(torch.bincount(places, losses, size).view(-1, width))
+        counts.append(torch.bincount(places, minlength=size).view(-1, width))
+    buckets = [*zip(torch.cat(sums).T[1:-1], torch.cat(counts).T[1:-1], strict=True)]
     return PositionLosses(
         edges=tuple(edges),
-        loss=tuple(float(sums[n] / counts[n]) if counts[n] else None for n in buckets),
-        tokens=tuple(int(counts[n]) for n in buckets),
+        loss=tuple(float(s.sum() / c.sum()) if c.any() else None for s, c in buckets),
+        tokens=tuple(int(c.sum()) for _, c in buckets),
+        texts=tuple(int(c.count_nonzero()) for _, c in buckets),
+        standard_error=tuple(_standard_error(s, c) for s, c in buckets),
     )
+
+
+def _standard_error(sums: Tensor, counts: Tensor) -> float | None:
+    """See `PositionLosses`; `sums` and `counts` are of a bucket, one of each text."""
+    number, total = int(counts.count_nonzero()), counts.sum()
+    if number < 2:
+        return None
+    off = sums - sums.sum() / total * counts
+    return float((number / (number - 1) * off.square().sum()).sqrt() / total)
 
 
 def edge_problem(edges: Sequence[int]) -> str | None:

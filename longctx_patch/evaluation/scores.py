@@ -68,9 +68,9 @@ class ContextScores:
         """Plain values for `json.dumps`, which `from_json` reads.
 
         The keys are the names of the fields, of the dataclasses within too: `loss_by_position` has
-        `edges`, `loss` and `tokens`; `longppl` has `longppl`, `perplexity`, `key_tokens` and
-        `tokens`; each of `tasks` has `scoring`, `cells` (`length`, `depth`, `score`, `samples`) and
-        `note`. `format` is beside them.
+        `edges`, `loss`, `tokens`, `texts` and `standard_error`; `longppl` has `longppl`,
+        `perplexity`, `key_tokens` and `tokens`; each of `tasks` has `scoring`, `cells` (`length`,
+        `depth`, `score`, `samples`) and `note`. `format` is beside them.
         """
         return {"format": FORMAT} | json.loads(json.dumps(asdict(self), allow_nan=False))
 
@@ -127,6 +127,8 @@ class Panel(NamedTuple):
     columns: tuple[int, ...] = ()
     values: Mapping[tuple[str, int], float] = MappingProxyType({})
     """What those that were evaluated have."""
+    samples: frozenset[int] = frozenset()
+    """The numbers of samples that stand behind values."""
 
 
 def panels_of(scores: Sequence[ContextScores]) -> list[tuple[Panel, ...]]:
@@ -150,7 +152,8 @@ def _panels(scores: ContextScores) -> list[Panel]:
 def _panel(title: str, cells: Sequence[tuple[str, Cell]]) -> Panel:
     rows = tuple(dict.fromkeys(row for row, _ in cells))
     columns = tuple(sorted({cell.length for _, cell in cells}))
-    return Panel(title, rows, columns, {(row, c.length): 100 * c.score for row, c in cells})
+    values = {(row, c.length): 100 * c.score for row, c in cells}
+    return Panel(title, rows, columns, values, frozenset(c.samples for _, c in cells))
 
 
 def compare_scores(scores: Sequence[ContextScores]) -> str:
@@ -185,21 +188,31 @@ def _losses_by_position(scores: Sequence[ContextScores], labels: Sequence[str]) 
     rows = list[dict[str, str]]()
     for each, label in zip(scores, labels, strict=True):
         row, found = {"loss by position": label}, each.loss_by_position
+        if found and found.texts:
+            row["texts"] = str(max(found.texts))
         edges, losses = (found.edges, found.loss) if found else ((), ())
-        for (start, stop), loss in zip(pairwise(edges), losses, strict=True):
-            row[f"{in_k(start)}-{in_k(stop)}"] = "-" if loss is None else f"{loss:.4f}"
+        errors = (found and found.standard_error) or (None,) * len(losses)
+        for (start, stop), loss, error in zip(pairwise(edges), losses, errors, strict=True):
+            spread = "" if error is None else f" ±{error:.4f}"
+            row[f"{in_k(start)}-{in_k(stop)}"] = "-" if loss is None else f"{loss:.4f}{spread}"
         if each.longppl is not None:
             row["LongPPL"] = f"{each.longppl.longppl or math.nan:.4f}"
         rows += [row] if len(row) > 1 else []
     head = dict.fromkeys(name for row in rows for name in row)
     lines = [[row.get(name, "") for name in head] for row in rows]
-    return aligned([[*head], *lines]) if lines else []
+    note = "±: standard error of the mean over the texts"
+    has_errors = any("±" in cell for line in lines for cell in line)
+    return [*aligned([[*head], *lines]), *([note] if has_errors else [])] if lines else []
 
 
 def _block(group: Sequence[Panel], labels: Sequence[str]) -> list[str]:
     """A task's panels beside each other, in percent; the last line is the mean."""
     names = dict.fromkeys(row for panel in group for row in panel.rows)
-    parts = [aligned([[f"{group[0].title}, %"], [""], *([name] for name in names), ["mean"]])]
+    found = sorted({number for panel in group for number in panel.samples})
+    each = " to ".join(map(str, dict.fromkeys((found[0], found[-1]))))
+    samples = f"{each} sample{'s' * (found[-1] > 1)} each"
+    first = (f"{group[0].title}, %", samples, *names, "mean")
+    parts = [aligned([[name] for name in first])]
     for panel, label in zip(group, labels, strict=True):
         rows = [[in_k(length) for length in panel.columns]]
         rows += [[percent(panel.values.get((r, c))) for c in panel.columns] for r in names]

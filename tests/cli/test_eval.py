@@ -171,7 +171,13 @@ def result(label: str, score: Callable[[int, float], float], **changes: Any) -> 
     values: dict[str, Any] = {
         "label": label,
         "lengths": LENGTHS,
-        "loss_by_position": PositionLosses(edges=(0, 128, 1024), loss=(2.5, None), tokens=(9, 0)),
+        "loss_by_position": PositionLosses(
+            edges=(0, 128, 1024),
+            loss=(2.5, None),
+            tokens=(9, 0),
+            texts=(3, 0),
+            standard_error=(0.25, None),
+        ),
         "longppl": None,
         "tasks": {
             "passkey": TaskScores(scoring="forced", cells=tuple(forced)),
@@ -191,13 +197,18 @@ def test_the_table_has_models_side_by_side(both: list[Result]) -> None:
     said = table(both).splitlines()
     assert [line.split() for line in said[:5]] == [
         ["passkey,", "%", "base", "run", "<1>"],
-        ["128", "1K", "128", "1K"],
+        ["4", "samples", "each", "128", "1K", "128", "1K"],
         ["5", "%", "100", "0", "5", "5"],
         ["95", "%", "100", "0", "95", "95"],
         ["mean", "100", "0", "50", "50"],
     ]
     assert ["cwe", "50", "50", "50", "50"] in [line.split() for line in said]
-    assert ["base", "2.5000", "-"] in [line.split() for line in said]
+    assert ["base", "3", "2.5000", "±0.2500", "-"] in [line.split() for line in said]
+    assert "±: standard error of the mean over the texts" in said
+    scores = both[0].scores.as_json()
+    del scores["loss_by_position"]["texts"], scores["loss_by_position"]["standard_error"]
+    older = ContextScores.from_json(scores).table().splitlines()  # of an earlier version
+    assert ["base", "2.5000", "-"] in [line.split() for line in older]
     assert "base: reaches 64 tokens" in said
     assert "cwe: <own> text" in said
 

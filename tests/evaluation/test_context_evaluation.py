@@ -118,8 +118,9 @@ def test_base_beside_tuned(tmp_path: Path) -> None:
     assert losses_of(base) == pytest.approx(stock_losses(MODEL), rel=1e-5)
     assert losses_of(tuned) != pytest.approx(losses_of(base), rel=1e-2)
     lines = compare_scores([base, tuned]).splitlines()
-    assert lines[0].split() == ["loss", "by", "position", "0-16", "16-61"]
-    assert lines[1].split() == ["base", *(f"{loss:.4f}" for loss in losses_of(base))]
+    assert lines[0].split() == ["loss", "by", "position", "texts", "0-16", "16-61"]
+    shown = lines[1].split()
+    assert shown[:2] + shown[2::2] == ["base", "3", *(f"{loss:.4f}" for loss in losses_of(base))]
     assert lines[2].startswith("tuned")
     file = tmp_path / "scores.json"
     file.write_text(json.dumps(base.as_json(), allow_nan=False))
@@ -181,7 +182,7 @@ def test_tasks_by_length_and_depth(tmp_path: Path) -> None:
     assert 4 * (320 + 512) < scores.tokens < 4 * (320 + 512) + 5 * 64
     assert ContextScores.from_json(json.loads(json.dumps(scores.as_json()))) == scores
     table = [line.split() for line in str(scores).splitlines() if line]
-    assert table[:2] == [["passkey,", "%", "random"], ["320", "512"]]
+    assert table[:2] == [["passkey,", "%", "random"], ["2", "samples", "each", "320", "512"]]
     assert ["25", "%", "0", "0"] in table
     assert ["mean", "0", "0"] in table
 

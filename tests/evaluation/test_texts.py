@@ -4,6 +4,8 @@ ranks; packed documents count as each alone."""
 import copy
 import math
 from functools import partial
+from itertools import pairwise
+from statistics import fmean, stdev
 from typing import Any
 
 import pytest
@@ -59,6 +61,29 @@ def test_losses_by_position(way: dict[str, int]) -> None:
     for found, found_counts in on_virtual_ranks(MODEL, way, run):
         assert found_counts == counts
         assert found == pytest.approx(losses, rel=1e-5)
+
+
+def test_errors_of_losses_by_position_are_those_of_the_texts() -> None:
+    """Where texts are as long, it is the standard deviation of their means by the root of their
+    number; where not, they count by their tokens."""
+    batches = [batch_of(TEXTS[:2]), batch_of(TEXTS[2:])]
+    logs = torch.rand(
+        3, LENGTH - 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
+    found = loss_by_position(batches, [logs[:2], logs[2:]], EDGES)
+    assert found.texts == (3, 3, 3, 3)
+    places = [(max(start, 1) - 1, stop - 1) for start, stop in pairwise(EDGES)]
+    means = [[-float(row[a:b].mean()) for row in logs] for a, b in places]
+    assert found.loss == pytest.approx([fmean(each) for each in means])
+    wanted = [stdev(each) / math.sqrt(3) for each in means]
+    assert found.standard_error == pytest.approx(wanted)
+    short = [batch_of([TEXTS[0]]), batch_of([TEXTS[1][:20]])]
+    found = loss_by_position(short, [logs[:1], logs[1:2, :19]], EDGES)
+    assert found.texts == (2, 2, 1, 1)
+    assert found.standard_error[2:] == (None, None)
+    sums, counts = [-float(logs[0, 7:31].sum()), -float(logs[1, 7:19].sum())], [24, 12]
+    off = [s - sum(sums) / 36 * c for s, c in zip(sums, counts, strict=True)]
+    assert found.standard_error[1] == pytest.approx(math.sqrt(2 * sum(o * o for o in off)) / 36)
 
 
 CONTEXT, STEP = 16, 6
