@@ -9,14 +9,13 @@ from typing import Any
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 
-from longctx_patch.data.prefixes import join_alike
+from longctx_patch.data.prefixes import Beginnings, Floats, Ints
 from longctx_patch.data.rows import Row
 from longctx_patch.data.whole_rows import SharedTokens, WholeRows
 from longctx_patch.families.facts import ModelFacts
 from longctx_patch.hf.call.decoder_call import DecoderCalls
 from longctx_patch.hf.call.image_rows import has_images
-from longctx_patch.sequence.documents import Documents
-from longctx_patch.sequence.masks import documents_mask
+from longctx_patch.sequence.pairs import pairs_of
 
 LEAST_SAVED = 0.1
 """Share of the layers' FLOPs that `auto` has to save: below it, another layout and more regions of
@@ -35,17 +34,17 @@ class Sharing:
         self._config = calls.group.config
 
     def joined(self, whole: WholeRows, given: Mapping[str, Any]) -> tuple[Row, SharedTokens] | None:
-        """The rows as one (`join_alike`), or None where they stay apart; `given`: the arguments of
-        the forward pass. All ranks that are given the same find the same.
+        """The rows as one, or None where they stay apart; `given`: the arguments of the forward
+        pass. All ranks that are given the same find the same.
 
         Raises CannotShareError under `always` for rows that begin alike and can't share that.
         """
         how = self._config.share_prefixes
-        found = None if how == "off" else join_alike(whole)
-        if found is None or (how == "auto" and self._saved(whole, found[0]) < LEAST_SAVED):
+        found = None if how == "off" else Beginnings.of(whole)
+        if found is None or (how == "auto" and found.saved(self._flops) < LEAST_SAVED):
             return None
         if (why := self._obstacle(whole, given)) is None:
-            return found
+            return found.join()
         if how == "always":
             raise CannotShareError(
                 f"share_prefixes='always' with rows that begin alike, but {why}. Use "
@@ -54,21 +53,18 @@ class Sharing:
         warnings.warn(f"Rows that begin alike are computed apart: {why}.", stacklevel=2)
         return None
 
-    def _saved(self, whole: WholeRows, joined: Row) -> float:
-        """The share of the layers' FLOPs that the rows would not take."""
-        apart = tuple(length for row in whole.rows for length in row.lengths)
-        together = Documents(joined.lengths, sum(joined.lengths), joined.parents)
-        return 1 - self._flops(together) / self._flops(Documents(apart, sum(apart)))
-
-    def _flops(self, row: Documents) -> float:
-        """Multiply-adds of a forward pass in attention and the products around it; experts count as
-        one ordinary MLP."""
+    def _flops(self, first: Ints) -> Floats:
+        """Multiply-adds of the `first` tokens of a row, `[N]` numbers of them, in attention and the
+        products around it; experts count as one ordinary MLP."""
         facts, windows = self._facts
         heads = facts.num_heads + facts.num_kv_heads
         weights = 2 * heads * facts.head_dim + 3 * facts.intermediate_size
-        pairs = sum(n * documents_mask(row, window=w).area for w, n in windows.items())
-        in_products = row.num_tokens * len(facts.layers) * facts.hidden_size * weights
-        return in_products + 2 * pairs * facts.num_heads * facts.head_dim
+        flops = 1.0 * first * len(facts.layers) * facts.hidden_size * weights
+        for window, num_layers in windows.items():
+            within = first if window is None else first.clip(max=window)
+            pairs = pairs_of(within) + (first - within) * within
+            flops += 2.0 * num_layers * pairs * facts.num_heads * facts.head_dim
+        return flops
 
     @cached_property
     def _facts(self) -> tuple[ModelFacts, Counter[int | None]]:

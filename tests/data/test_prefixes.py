@@ -9,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from longctx_patch.data.prefixes import join_alike
+from longctx_patch.data.prefixes import Beginnings
+from longctx_patch.data.rows import Row
 from longctx_patch.data.stock_rows import StockModel
-from longctx_patch.data.whole_rows import WholeRows, read_rows
+from longctx_patch.data.whole_rows import SharedTokens, WholeRows, read_rows
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.masks import documents_mask
+from longctx_patch.sequence.pairs import pairs_of
 
 Ids = list[int]
 
@@ -34,6 +36,11 @@ def padded(rows: list[Ids], labels: list[Ids] | None = None, left: bool = False)
     if left:
         batch["labels"][batch["attention_mask"].cumsum(1) == 1] = -100
     return read_rows(batch, StockModel())
+
+
+def join_alike(whole: WholeRows) -> tuple[Row, SharedTokens] | None:
+    found = Beginnings.of(whole)
+    return None if found is None else found.join()
 
 
 # Few words and few beginnings, so that rows often begin alike, are equal, or go on from each other.
@@ -58,15 +65,17 @@ def test_every_row_is_there_and_sees_itself_alone(
     ]
     whole = padded(rows, labels, left)
     prefixes = {tuple(row[: end + 1]) for row in rows for end in range(1, len(row))}
-    found = join_alike(whole)
+    found = Beginnings.of(whole)
     if found is None:
         assert len(prefixes) == sum(len(row) - 1 for row in rows)
         return
-    joined, shared = found
-    size = sum(joined.lengths)
+    joined, shared = found.join()
+    size, sizes = sum(joined.lengths), np.array([len(row) for row in rows])
+    assert found.saved(lambda first: first) == pytest.approx(1 - size / sizes.sum())
     assert size == len(prefixes) + len(rows), "every token with its next one once, and last tokens"
     row = Documents(joined.lengths, size, joined.parents)
     seen, positions = documents_mask(row).dense(), row.positions(torch.arange(size))
+    assert found.saved(pairs_of) == pytest.approx(1 - seen.sum() / pairs_of(sizes).sum())
     next_labels = joined.next_labels()
     for number, (start, stop) in enumerate(whole.spans):
         places = shared.places[number, start:stop]
