@@ -48,8 +48,9 @@ and replicas of a step it is their mean by tokens.
   float32: exact, in memory that grows with the length and not with its square, but many times
   slower. A warning says so when the first such layer runs.
 - Read in bfloat16, DeepSeek-V3 and families with its router keep the router's weights in float32
-  from transformers 5.24 on, and FSDP2 refuses layers whose trained weights differ in dtype. Train
-  all their weights in float32 (the recipes' own choice), or a LoRA adapter.
+  from transformers 5.24 on, and FSDP2 shards a layer's trained weights in one dtype: without mixed
+  precision `accelerator.prepare` refuses them. Train all their weights in float32 (the recipes' own
+  choice) or under `mixed_precision: bf16`, which makes trained weights float32, or a LoRA adapter.
 - Layers of Zamba 2 that share weights are sharded together with the rest of the model under FSDP2,
   the others one by one.
 - Phi-3.5-MoE draws experts at random in training, on ranks others than in one process. It is exact

@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration, PartialState
 from accelerate import accelerator as accelerate_module
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from torch.distributed.fsdp import FSDPModule
 
 from longctx_patch.config import LongContextConfig, require_config
 from longctx_patch.memory.allocator import let_segments_grow
@@ -120,13 +121,18 @@ def read_when_sharded(accelerator: Accelerator) -> None:
     """Make `accelerator.prepare` read the weights of an `unread_model`, or refuse it.
 
     They are read between Accelerate's own steps: it notes which parameters the optimizer has,
-    shards the model, and gives the optimizer the parameters that the model has then.
+    shards the model, and gives the optimizer the parameters that the model has then. Models that
+    are read have their dtypes checked.
     """
     prepare = accelerator.prepare
 
     def prepare_and_read(*args: Any, **kwargs: Any) -> Any:
-        if not any(isinstance(each, torch.nn.Module) and is_unread(each) for each in args):
-            return prepare(*args, **kwargs)
+        models = [each for each in args if isinstance(each, torch.nn.Module)]
+        if not any(map(is_unread, models)):
+            found = prepare(*args, **kwargs)
+            for model in models:  # FSDP2 shards it in place
+                _require_one_dtype(model)
+            return found
         if not accelerator.is_fsdp2:
             raise ValueError(
                 "the model is one of unread_model, whose weights are read when FSDP2 shards it, "
@@ -152,6 +158,27 @@ def _shard_and_read(accelerator: Accelerator, model: Any) -> Any:
     shard = partial(fsdp2_prepare_model, accelerator)
     load_sharded(model, shard, accelerator.device, on_host=states_on_host(accelerator))
     return model
+
+
+def _require_one_dtype(model: torch.nn.Module) -> None:
+    """Raise ValueError for trained weights of several dtypes that FSDP2 shards together. torch says
+    so in the first forward, without the names and what to do."""
+    groups: list[Any] = [each for each in model.modules() if isinstance(each, FSDPModule)]
+    seen = set[torch.nn.Parameter]()
+    for group in reversed(groups):  # those within a group come before it
+        names: dict[torch.dtype, str] = {}
+        for name, weight in group.named_parameters():
+            if weight.requires_grad and weight not in seen:
+                names.setdefault(weight.dtype, name)
+        if len(names) > 1:
+            found = ", ".join(f"{name} in {dtype}" for dtype, name in names.items())
+            raise ValueError(
+                f"weights of {type(group).__name__} differ in dtype ({found}), and FSDP2 shards "
+                "those that it trains together in one. Load the model with dtype=torch.float32, "
+                "give mixed_precision bf16, under which trained weights are float32, or train an "
+                "adapter."
+            )
+        seen.update(group.parameters())
 
 
 def shard_frozen(accelerator: Accelerator, model: Any) -> None:

@@ -3,13 +3,14 @@
 from collections import Counter
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from longctx_patch import LongContextConfig, patch
 from longctx_patch.hf.model.transformers_api import decoder_layers
-from tests.hf.tiny import SUPPORTED, gradients, precise_model
+from tests.hf.tiny import SUPPORTED, featured_model, gradients, precise_model
 from tests.plugin.launched import fsdp2_on_cpu, run_launched, whole
 from tests.reference import relative_error
 
@@ -68,10 +69,29 @@ def errors_under_fsdp2(families: tuple[str, ...]) -> dict[str, tuple[float, torc
     return found
 
 
-def test_layers_are_sharded_by_themselves() -> None:
+def refused_dtypes() -> str:
+    """What `prepare` says of a router in float32 among weights in bfloat16, as transformers reads
+    DeepSeek-V3's."""
+    accelerator = fsdp2_on_cpu(LongContextConfig(ring_degree=NUM_RANKS))
+    model = featured_model("deepseek_v3").to(torch.bfloat16)
+    for name, weight in model.named_parameters():
+        weight.data = weight.float() if name.endswith("mlp.gate.weight") else weight.data
+    with pytest.raises(ValueError, match="differ in dtype") as refused:
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    return str(refused.value)
+
+
+def found_under_fsdp2(families: tuple[str, ...]) -> Any:
+    return errors_under_fsdp2(families), refused_dtypes()
+
+
+def test_layers_are_sharded_by_themselves_and_have_one_dtype() -> None:
     families = tuple(family for family in FAMILIES if family in SUPPORTED)
-    for found in run_launched(errors_under_fsdp2, NUM_RANKS, families):
+    for found, refused in run_launched(found_under_fsdp2, NUM_RANKS, families):
         assert found.keys() == set(families)
         for family, (error, dtype, by_layer) in found.items():
             assert by_layer, family
             assert error < BOUND[dtype], family
+        assert "mlp.gate.weight in torch.float32" in refused
+        assert "in torch.bfloat16" in refused
+        assert "mixed_precision bf16" in refused
