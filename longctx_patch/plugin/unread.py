@@ -208,7 +208,7 @@ def _stored(name: str, config: Any, dtype: torch.dtype | None, allowed: Sequence
     if plan := model._get_dtype_plan(dtype):
         raise NeedsWholeReading(
             f"{type(model).__name__} keeps {', '.join(plan)} in float32, not in {dtype}: load it "
-            "in float32 or bfloat16."
+            "in float32, or with AutoModelForCausalLM.from_pretrained."
         )
     if (whole := whole_config(folder)) is None:
         stored = stored_weights(model, tensors, allowed)
