@@ -39,16 +39,31 @@ class SequenceShardCollator:
     (`pack_rows` and TRL give them). An `attention_mask` may only mark padding on the right, which
     is then dropped and padded anew.
 
+    A row with `branches` is a prompt, `input_ids`, and what goes on from it: a list of mappings
+    with `input_ids` and, optionally, `labels`. Loss and gradients are those of a row for each
+    branch, prompt and branch, without loss on the prompt; but the prompt, without its last token,
+    is in the batch once, then its last token and a branch, for each of them. `seq_parents` says the
+    same of packed documents (`pack_rows` gives it), in any number of levels: the number of the
+    earlier document that each one goes on from, or -1.
+
     Returns:
         A batch of int64 tensors. `input_ids`, `position_ids`, `labels` and `shift_labels` are
-        `[B, tokens of this rank]`, with B = 1 for packed rows; positions count from the start of
-        each document. Both label tensors are shifted (transformers requires `labels` and uses
-        `shift_labels`). `longctx_shard` is read by the patched model.
+        `[B, tokens of this rank]`, with B = 1 for packed rows and rows with branches; positions
+        count from the start of each document, and of a branch from the end of its prompt. Both
+        label tensors are shifted (transformers requires `labels` and uses `shift_labels`).
+        `longctx_shard` is read by the patched model.
 
     Example:
         >>> collate = SequenceShardCollator(LongContextConfig(), group_rank=0, pad_token_id=0)
         >>> collate([{"input_ids": [5, 6, 7]}])["shift_labels"].tolist()
         [[6, 7, -100]]
+        >>> pair = {"input_ids": [5, 6], "branches": [{"input_ids": [7]}, {"input_ids": [8, 9]}]}
+        >>> batch = collate([pair])
+        >>> batch["input_ids"].tolist(), batch["shift_labels"].tolist()
+        ([[5, 6, 7, 6, 8, 9]], [[-100, 7, -100, 8, 9, -100]])
+
+    Raises ValueError for rows that can't be computed: among them an empty branch, and labels of
+    what branches share, which would count once and not once for each branch.
     """
 
     def __init__(

@@ -9,13 +9,12 @@ Packing is deterministic: ranks that are given the same rows in the same order p
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, get_args
+from typing import Any, Literal, NotRequired, TypedDict, TypeVar, get_args
 
-import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from longctx_patch.data.rows import parse_row
+from longctx_patch.data.rows import Row, join_rows, parse_row
 
 TooLong = Literal["refuse", "split"]
 T = TypeVar("T")
@@ -30,6 +29,8 @@ class PackedRow(TypedDict):
     """int64 `[tokens]`, unshifted: the collator shifts labels within each document."""
     seq_lengths: list[int]
     """Length of each document, as TRL names it."""
+    seq_parents: NotRequired[list[int]]
+    """Where there are branches: the document that each one goes on from, or -1."""
 
 
 def pack_rows(
@@ -44,16 +45,16 @@ def pack_rows(
     Args:
         rows: mappings as the collator takes them (`input_ids`, optional `labels`, an optional
             `attention_mask` that marks padding on the right, which is dropped), of one document
-            each, or of the documents whose lengths `seq_lengths` gives. They come as a list, a
-            dataset, or, for one pass, an iterator, and are the same on every rank of a sequence
-            group.
+            each, of the documents whose lengths `seq_lengths` gives, or of a prompt and its
+            `branches`, which stay in one packed row. They come as a list, a dataset, or, for one
+            pass, an iterator, and are the same on every rank of a sequence group.
         seq_len: most tokens of a packed row. Give it to the collator as `pad_to_length` where all
             batches should have one length.
         buffer_rows: how many packed rows' worth of documents to choose from. A larger buffer packs
             tighter, needs more memory, and moves documents further from their place in the stream.
         too_long: what to do with a document longer than `seq_len`: an error, or split it into
             documents of `seq_len` tokens. Attention does not cross such a cut, and the first token
-            after it is no token's label.
+            after it is no token's label. Branches with their prompt are not split.
 
     Raises ValueError for bad arguments at once, and for bad rows when iteration reaches them.
 
@@ -120,13 +121,13 @@ class PackedRows(IterableDataset[PackedRow]):
         self._reset_counts()
         for documents in self._bins():
             self.num_rows += 1
-            self.num_tokens += sum(len(document.ids) for document in documents)
-            self.num_documents += len(documents)
-            yield PackedRow(
-                input_ids=torch.cat([document.ids for document in documents]),
-                labels=torch.cat([document.labels for document in documents]),
-                seq_lengths=[len(document.ids) for document in documents],
-            )
+            row = join_rows(documents)
+            self.num_tokens += len(row.ids)
+            self.num_documents += len(row.lengths)
+            packed = PackedRow(input_ids=row.ids, labels=row.labels, seq_lengths=list(row.lengths))
+            if row.parents:
+                packed["seq_parents"] = list(row.parents)
+            yield packed
 
     def _reset_counts(self) -> None:
         self.num_rows = self.num_tokens = self.num_documents = 0
@@ -145,25 +146,30 @@ class PackedRows(IterableDataset[PackedRow]):
                 "once. Give a list or a dataset."
             )
 
-    def _bins(self) -> Iterator[list["_Document"]]:
-        """The documents of each packed row."""
+    def _bins(self) -> Iterator[list[Row]]:
+        """The documents of each packed row; a prompt and its branches count as one."""
         documents = ((len(document.ids), document) for document in self._documents())
         return _filled(documents, self.seq_len, self.buffer_rows)
 
-    def _documents(self) -> Iterator["_Document"]:
+    def _documents(self) -> Iterator[Row]:
         """The documents of all rows, none empty and none longer than a packed row."""
-        for number, row in enumerate(self.rows):
-            ids, labels, lengths, _ = parse_row(row, number)
-            if not lengths:
+        for number, given in enumerate(self.rows):
+            row = parse_row(given, number)
+            if not row.lengths:
                 self.num_empty += 1
-            for document in _cut(_Document(ids, labels), lengths):
+            for document in [row] if row.parents else _cut(row, row.lengths):
                 yield from self._split_if_long(document, number)
 
-    def _split_if_long(self, document: "_Document", number: int) -> Iterator["_Document"]:
+    def _split_if_long(self, document: Row, number: int) -> Iterator[Row]:
         length = len(document.ids)
         if length <= self.seq_len:
             yield document
             return
+        if document.parents:
+            raise ValueError(
+                f"row {number} has {length} tokens with its branches, and a packed row has "
+                f"seq_len={self.seq_len} at most. Give a larger seq_len, or fewer branches."
+            )
         if self.too_long == "refuse":
             raise ValueError(
                 f"row {number} has a document of {length} tokens, and a packed row has "
@@ -213,14 +219,9 @@ def _packed(items: Sequence[tuple[int, T]], seq_len: int) -> list[list[tuple[int
     return [[items[index] for index in indices] for indices in bins]
 
 
-class _Document(NamedTuple):
-    ids: Tensor
-    labels: Tensor
-
-
-def _cut(document: _Document, lengths: Sequence[int]) -> Iterator[_Document]:
-    parts = (part.split(list(lengths)) for part in document)
-    yield from (_Document(ids, labels) for ids, labels in zip(*parts, strict=True))
+def _cut(row: Row, lengths: Sequence[int]) -> Iterator[Row]:
+    parts = (part.split(list(lengths)) for part in row[:2])
+    yield from (Row(ids, labels, (len(ids),)) for ids, labels in zip(*parts, strict=True))
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> tuple[tuple[int, ...], ...]:

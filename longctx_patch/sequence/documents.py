@@ -108,6 +108,14 @@ class Documents:
             found.insert(0, self.parents[found[0]])
         return found
 
+    def written_out(self) -> "Tensor":
+        """Places of the tokens of each path, one after another: of rows without branches."""
+        import torch
+
+        ends = [number for number in range(len(self.lengths)) if number not in self.parents]
+        on_paths = (document for end in ends for document in self.path(end))
+        return torch.cat([torch.arange(*self.edges[at : at + 2]) for at in on_paths])
+
     @cached_property
     def edges(self) -> tuple[int, ...]:
         """The starts of all documents, and the end of the last one."""

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from longctx_patch import LongContextConfig, SequenceShardCollator
+from longctx_patch import LongContextConfig, SequenceShardCollator, pack_rows
 from longctx_patch.data.descriptor import Descriptor
 from longctx_patch.data.rows import Row
 from longctx_patch.sequence.documents import Documents
@@ -224,3 +224,66 @@ def test_a_rank_outside_the_group_and_a_batch_of_nothing_are_refused() -> None:
         collator()([])
     with pytest.raises(ValueError, match=r"group_rank=4: .* = 4, so it lies in 0..3"):
         collator(4, ring_degree=4)
+
+
+def pair(*branches: Any, **prompt: Any) -> dict[str, Any]:
+    given = [{"input_ids": ids} if isinstance(ids, list) else ids for ids in branches]
+    return {"input_ids": [10, 11, 12], "branches": given} | prompt
+
+
+def test_branches_are_a_prompt_once_and_its_last_token_with_each_of_them() -> None:
+    """The second branch is longer than a rank's share."""
+    learned = {"input_ids": [15, 16, 17, 18, 19, 20], "labels": [-100, -100, 17, 18, -100, 20]}
+    rows = [pair([13, 14], learned), {"input_ids": [30, 31]}]
+    whole, documents = put_together(LongContextConfig(ring_degree=3), rows)
+    assert documents == Documents((2, 3, 7, 2), 15, (-1, 0, 0, -1))
+    assert whole["input_ids"] == [10, 11, 12, 13, 14, 12, 15, 16, 17, 18, 19, 20, 30, 31, 9]
+    assert whole["position_ids"] == [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 7, 8, 0, 1, 0]
+    wanted = [-100, -100, 13, 14, -100, -100, -100, 17, 18, -100, 20, -100, 31, -100, -100]
+    assert whole["labels"] == wanted
+    packed = [*pack_rows([*rows, pair([1])], 15)]
+    assert [row.get("seq_parents") for row in packed] == [[-1, 0, 0, -1], None]
+    assert put_together(LongContextConfig(ring_degree=3), [packed[0]]) == (whole, documents)
+
+
+@pytest.mark.parametrize(
+    ("row", "lengths", "labels"),
+    [
+        (pair([1, 2]), (5,), [-100, -100, 1, 2, -100]),
+        (pair([1, 2], labels=[10, 11, 12]), (5,), [11, 12, 1, 2, -100]),
+        (pair([1, 2], [3], input_ids=[7]), (3, 2), [1, 2, -100, 3, -100]),
+        (pair([1, 2], [3, 4], input_ids=[]), (2, 2), [2, -100, 4, -100]),
+    ],
+)
+def test_one_branch_and_short_prompts_are_ordinary_documents(
+    row: dict[str, Any], lengths: tuple[int, ...], labels: list[int]
+) -> None:
+    batch = collator()([row])
+    assert Descriptor.read(batch["longctx_shard"]).documents == Documents(lengths, sum(lengths))
+    assert batch["labels"].tolist() == [labels]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (pair(), r"row 0: branches is \[\]: give a list of what goes on"),
+        (pair([1], 5), "row 0, branch 1 has type int: each row is a mapping"),
+        (pair([1], []), "row 0, branch 1 has 0 documents: .*Leave out empty branches"),
+        (pair([1], pair([1], [2])), "row 0, branch 1 has 3 documents: .*seq_parents"),
+        (pair([1], seq_lengths=[1, 2]), "row 0 has 2 documents: a prompt is one"),
+        (pair([1], [2], labels=[-100, 11, -100]), r"row 0: labels\[1\] is 11, .*once for each"),
+        (pair([1], [2], labels=[-100, -100, 12]), r"row 0: labels\[2\] is 12, .*Make it -100"),
+        (
+            {"input_ids": [1, 2], "seq_lengths": [1, 1], "seq_parents": [-1, 1]},
+            r"parents \(-1, 1\) of 2 documents: each document has one, an earlier",
+        ),
+    ],
+)
+def test_bad_branches_are_refused(row: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        collator()([row])
+
+
+def test_branches_longer_than_a_packed_row_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"row 0 has 6 tokens with its branches.*seq_len=5"):
+        list(pack_rows([pair([1], [2])], 5, too_long="split"))

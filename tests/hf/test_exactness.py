@@ -1,6 +1,7 @@
 """Patched models over processes equal the unpatched model in one process."""
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -9,13 +10,22 @@ from longctx_patch import (
     LongContextConfig,
     all_configs,
     count_valid_tokens,
+    pack_rows,
     patch,
     verify,
     world_place,
 )
+from longctx_patch.verification.shrink import keep_float64
 from tests.harness import run_distributed
 from tests.hf.steps import Rows, Step, collated, complaints, over_ranks
-from tests.hf.tiny import FAMILIES, gradients, tiny_config, tiny_model, token_rows
+from tests.hf.tiny import (
+    FAMILIES,
+    featured_model,
+    gradients,
+    tiny_config,
+    tiny_model,
+    token_rows,
+)
 
 # Prime lengths; 3 is less than the number of chunks, so some ranks hold only padding.
 SHAPES = [(31, "float32"), (3, "float32"), (13, "float64")]
@@ -98,3 +108,48 @@ def test_the_loss_law_over_replicas_shards_and_accumulation() -> None:
     wanted = Step((sums / count).detach(), gradients(model))
     for found in run_distributed(check_loss_law, 4):
         assert not complaints(found, wanted, "all micro batches")
+
+
+PROMPT, *GOES_ON = (
+    token_rows(length, num_rows=1, seed=length)[0]["input_ids"] for length in (17, 5, 29, 2)
+)
+GROUP: dict[str, Any] = {"input_ids": PROMPT, "branches": [{"input_ids": ids} for ids in GOES_ON]}
+GROUP["branches"][1]["labels"] = [*[-100] * 3, *GOES_ON[1][3:]]
+OTHER = {"input_ids": PROMPT[:9]}
+WITH_BRANCHES = ("llama", "mistral", "gpt_oss", "mixtral")
+
+
+def exact_model(family: str) -> Any:
+    keep_float64(model := featured_model(family))
+    model.config.output_router_logits = family == "mixtral"
+    return model
+
+
+def check_branches(rank: int) -> list[Step]:
+    steps = []
+    for family in WITH_BRANCHES:
+        handle = patch(model := exact_model(family), LongContextConfig(ring_degree=2))
+        rows: Any = list(pack_rows([GROUP, OTHER], 64))
+        (batch,) = handle.plan_ahead([collated(handle, rows)])
+        loss = model(**batch).loss
+        loss.backward()
+        steps.append(over_ranks(loss, model))
+    return steps
+
+
+def test_a_prompt_and_its_branches_equal_a_row_for_each_branch() -> None:
+    rows = [[*PROMPT, *ids] for ids in GOES_ON] + [OTHER["input_ids"]]
+    ids, labels, real = torch.full((3, len(rows), max(map(len, rows))), -100)
+    ids.fill_(0), real.zero_()
+    for number, row in enumerate(rows):
+        ids[number, : len(row)], real[number, : len(row)] = torch.tensor(row), 1
+        start = 0 if number == 3 else len(PROMPT) + 3 * (number == 1)
+        labels[number, start : len(row)] = torch.tensor(row[start:])
+    found = run_distributed(check_branches, 2)
+    for number, family in enumerate(WITH_BRANCHES):
+        model = exact_model(family)
+        loss = model(input_ids=ids, labels=labels, attention_mask=real, use_cache=False).loss
+        loss.backward()
+        wanted = Step(loss.detach(), gradients(model))
+        for steps in found:
+            assert not (wrong := complaints(steps[number], wanted, family, 1e-10)), wrong

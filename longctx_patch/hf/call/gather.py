@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longctx_patch.data.whole_rows import RowsPass, SharedTokens
+from longctx_patch.data.whole_rows import RowsPass
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.loss.law import own_part
 from longctx_patch.sequence.layout import Layout
@@ -79,7 +79,7 @@ def whole_router_logits(
     group: SequenceGroup,
     layout: Layout,
     real_lengths: Sequence[int],
-    shared: SharedTokens | None = None,
+    counted: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Router logits of whole sequences, in place of those of this rank's tokens.
 
@@ -96,15 +96,13 @@ def whole_router_logits(
         group: the ranks that share the sequences.
         layout: where their tokens are.
         real_lengths: tokens of each row before its padding, the same on every rank.
-        shared: where tokens are of rows that share some, each of which counts once a row.
+        counted: places of the tokens of rows that share some, each of which counts once a row.
 
     Returns:
         `[tokens of all rows, E]` for each layer: row after row, tokens in global order.
     """
     is_real_BN = torch.arange(layout.num_tokens) < torch.tensor(real_lengths)[:, None]
-    real = is_real_BN.flatten().nonzero()[:, 0]
-    if shared is not None:
-        real = shared.places[shared.places >= 0]
+    real = is_real_BN.flatten().nonzero()[:, 0] if counted is None else counted
     return tuple(
         all_tokens(logits.unflatten(0, (len(real_lengths), -1)), group, layout).flatten(0, 1)[
             real.to(logits.device)

@@ -105,6 +105,13 @@ class ShardedCall:
         """Whose state goes on from whose in recurrent layers."""
         return checked_chain(self.group.layout(self.documents), self.documents)
 
+    @property
+    def counted(self) -> Tensor | None:
+        """Places of the tokens of rows apart, where rows share some; None: of each token once."""
+        if self.shared is not None:
+            return self.shared.places[self.shared.places >= 0]
+        return self.documents.written_out() if self.documents.has_branches else None
+
     @cached_property
     def ring_layout(self) -> Layout:
         """Returns where tokens are if each Ulysses group counts as one rank."""
@@ -242,6 +249,6 @@ def with_whole_router_logits(outputs: Any, call: ShardedCall) -> Any:
             call.group,
             call.group.layout(call.documents),
             call.real_lengths,
-            call.shared,
+            call.counted,
         )
     return outputs
