@@ -5,8 +5,10 @@
 Systems: `loop`, a plain loop over shards; `recipe`, the text recipe, whose lines of metrics.jsonl
 are its clock; `trainer`, LongContextTrainer over whole rows; `sft` and `dpo`, TRL's trainers with
 LongContextTrainerMixin; `sft_context_parallel`, SFTTrainer under Accelerate's context parallelism,
-the peer. `loop:2` takes two rows a step, as a pair of DPO is. A
-name may end in a checkpoint policy (`sft_context_parallel,offload` is TRL's long-context recipe).
+the peer. `loop:2` takes two rows a step, as a pair of DPO is; `group:8` the log-probabilities of
+eight answers to one prompt. --prompt says how many tokens the rows of `dpo` and `group` begin alike
+with. A name may end in a checkpoint policy (`sft_context_parallel,offload` is TRL's long-context
+recipe), and then in `share_prefixes` (`dpo,auto,always`).
 The first loss of each has to be that of the stock model in one process on the same row (log 2 for
 DPO); otherwise it is wrong. Writes trainers.jsonl and trainers.md into --out.
 """
@@ -51,12 +53,15 @@ def run_system(
     arguments: argparse.Namespace, name: str, turn: int, before: Sequence[Row], limit_s: float
 ) -> list[Row]:
     """The row of one launch."""
-    what, _, checkpoint = name.partition(",")
+    what, *given = name.split(",")
+    checkpoint, share = (*given, *("auto", "off")[len(given) :])
     system, _, rows = what.partition(":")
     settings = {
         "system": system,
         "rows": int(rows or 1),
-        "checkpoint": checkpoint or "auto",
+        "checkpoint": checkpoint,
+        "share_prefixes": share,
+        "prompt": arguments.prompt or arguments.tokens // 64,
         **{key: getattr(arguments, key) for key in ("tokens", "steps", "model", "num_layers")},
     }
     label = f"trainers.{turn:02}.{system}"
@@ -88,6 +93,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = make_parser(__doc__)
     add = parser.add_argument
     add("--tokens", type=int, default=65536, help="of a row (default 65536)")
+    add("--prompt", type=int, help="tokens of the prompt of dpo and group (default: a 64th)")
     add("--steps", type=int, default=5, help="timed steps (default 5)")
     add("--systems", nargs="+", default=DEFAULT, help="default: all")
     add("--model", default="llama-8b", choices=MODELS, help="its shape (default llama-8b)")

@@ -58,12 +58,14 @@ class StepClock(TrainerCallback):
 
 
 @torch.no_grad()
-def loss_of_one_process(model: PreTrainedModel, row: Tensor) -> float:
-    """The stock model's mean loss over a row `[1, N]`, in the dtype of a mixed-precision step."""
+def loss_of_one_process(model: PreTrainedModel, row: Tensor, first: int = 1) -> float:
+    """The stock model's mean loss over a row `[1, N]` from token `first` on, in the dtype of a
+    mixed-precision step."""
     kind = row.device.type
     with torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda"):
-        hidden = model.get_decoder()(input_ids=row, use_cache=False).last_hidden_state[0, :-1]
-        labels, total = row[0, 1:], torch.zeros((), device=row.device)
+        hidden = model.get_decoder()(input_ids=row, use_cache=False).last_hidden_state[0]
+        hidden, labels = hidden[first - 1 : -1], row[0, first:]
+        total = torch.zeros((), device=row.device)
         for tile, wanted in zip(hidden.split(HEAD_TILE), labels.split(HEAD_TILE), strict=True):
             logits = model.get_output_embeddings()(tile).float()
             total += torch.nn.functional.cross_entropy(logits, wanted, reduction="sum")
@@ -72,7 +74,7 @@ def loss_of_one_process(model: PreTrainedModel, row: Tensor) -> float:
 
 def run_loop(job: Job, model: PreTrainedModel, settings: Row) -> Row:
     """A plain loop over shards: forward, backward, clipping, the optimizer's step."""
-    system = Ours(job, model, {"ulysses": job.num_ranks, "checkpoint": settings["checkpoint"]})
+    system = Ours(job, model, ours_options(settings, job))
     row = random_row(settings["tokens"], job.shape.vocab_size, job.device).expand(
         settings["rows"], -1
     )
@@ -89,6 +91,29 @@ def run_loop(job: Job, model: PreTrainedModel, settings: Row) -> Row:
     return clock.row(settings["rows"] * settings["tokens"], job.num_ranks) | {"first_loss": first}
 
 
+def run_group(job: Job, model: PreTrainedModel, settings: Row) -> Row:
+    """A plain loop over answers to one prompt, as GRPO's policy pass is: log-probabilities of each
+    answer's tokens in one pass, a loss of them, backward, and the optimizer's step."""
+    size, prompt = settings["rows"], settings["prompt"]
+    drawn = random_row(size * settings["tokens"], job.shape.vocab_size, job.device)
+    rows = drawn.view(size, settings["tokens"])
+    rows[:, :prompt] = rows[0, :prompt]
+    alone = sum(loss_of_one_process(model, row[None], prompt) for row in rows) / size
+    labels = rows.masked_fill(torch.arange(rows.shape[1], device=rows.device) < prompt, -100)
+    weights = torch.linspace(-1, 1, size, device=rows.device)[:, None]
+    system = Ours(job, model, ours_options(settings, job))
+    clock, first = StepClock(job.device), 0.0
+    for step in range(WARM_UP_STEPS + settings["steps"]):
+        batch = {"input_ids": rows, "labels": labels}
+        found = system._handle.token_log_probs(batch, model=system.model)
+        system.backward((found * weights).sum() / (labels >= 0).sum())
+        system.update()
+        first = first if step else -float(found.detach().sum() / (labels >= 0).sum())
+        clock.note()
+    timing = clock.row(size * settings["tokens"], job.num_ranks)
+    return timing | {"first_loss": first, "alone": alone}
+
+
 def run_recipe(job: Job, model: PreTrainedModel, settings: Row) -> Row:
     """The text recipe as `longctx train` starts it, timed from line to line of its metrics."""
     from longctx_patch.recipes import finetune, metrics
@@ -96,11 +121,12 @@ def run_recipe(job: Job, model: PreTrainedModel, settings: Row) -> Row:
     place, clock, losses = Path(settings["lines"]), StepClock(job.device), list[float]()
     own = place.with_suffix(f".{job.rank}")
     model.config.save_pretrained(own)
-    tokenizer(job.shape.vocab_size).save_pretrained(own)
+    # Beside a Qwen's config, transformers would take it for a Qwen's tokenizer.
+    tokenizer(job.shape.vocab_size).save_pretrained(own / "words")
     # The recipe ends each document with a token of its own.
     ids = random_row(settings["tokens"] - 1, job.shape.vocab_size, job.device)[0].clamp(min=2)
     (own / "text.txt").write_text(" ".join(f"t{token}" for token in ids.tolist()))
-    given: Row = {"model": own / "config.json", "tokenizer": own, "text": own / "text.txt"}
+    given: Row = {"model": own / "config.json", "tokenizer": own / "words", "text": own / "text.txt"}
     given |= {"seq-len": settings["tokens"], "max-steps": WARM_UP_STEPS + settings["steps"]}
     given |= {"learning-rate": LEARNING_RATE, "scheduler": "constant", "ulysses": job.num_ranks}
     given |= {"checkpoint": settings["checkpoint"], "output": place.with_suffix(".out")}
@@ -224,7 +250,7 @@ def run_dpo(job: Job, model: PreTrainedModel, settings: Row) -> Row:
     # The trainer ends each completion with a token of its own.
     ids = random_row(settings["tokens"] - 1, job.shape.vocab_size, job.device)[0].clamp(min=2)
     words = [f"t{token}" for token in ids.tolist()]
-    prompt, answer = words[: len(words) // 64], words[len(words) // 64 :]
+    prompt, answer = words[: settings["prompt"]], words[settings["prompt"] :]
     texts = {"prompt": prompt, "chosen": answer, "rejected": answer[::-1]}
     pair = {name: f" {' '.join(text)}" for name, text in texts.items()}
     given = common_arguments(settings, job) | {"max_length": None}
@@ -249,8 +275,16 @@ def run_dpo(job: Job, model: PreTrainedModel, settings: Row) -> Row:
     )
 
 
+def ours_options(settings: Row, job: Job) -> Row:
+    return {
+        "ulysses_degree": job.num_ranks,
+        "checkpoint": settings["checkpoint"],
+        "share_prefixes": settings["share_prefixes"],
+    }
+
+
 def ours_config(settings: Row, job: Job) -> LongContextConfig:
-    return LongContextConfig(ulysses_degree=job.num_ranks, checkpoint=settings["checkpoint"])
+    return LongContextConfig(**ours_options(settings, job))
 
 
 def peers_axis(job: Job) -> Any:
@@ -271,6 +305,7 @@ def timed(make: Callable[[StepClock], Any], tokens_per_step: int, job: Job) -> R
 
 SYSTEMS: dict[str, Callable[..., Row]] = {
     "loop": run_loop,
+    "group": run_group,
     "recipe": run_recipe,
     "trainer": run_trainer,
     "sft": run_sft,
@@ -291,7 +326,7 @@ def main() -> None:
     alone = loss_of_one_process(model, random_row(settings["tokens"], job.shape.vocab_size, device))
     found = SYSTEMS[settings["system"]](job, model, settings)
     if job.rank == 0:
-        row = {name: settings[name] for name in ("system", "tokens", "rows", "checkpoint")}
+        row = {name: settings[name] for name in ("system", "tokens", "rows", "checkpoint", "prompt")}
         append_line({**row, "status": "ok", "alone": alone, **found}, Path(settings["lines"]))
     finish()
 
