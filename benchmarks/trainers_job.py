@@ -126,7 +126,11 @@ def run_recipe(job: Job, model: PreTrainedModel, settings: Row) -> Row:
     # The recipe ends each document with a token of its own.
     ids = random_row(settings["tokens"] - 1, job.shape.vocab_size, job.device)[0].clamp(min=2)
     (own / "text.txt").write_text(" ".join(f"t{token}" for token in ids.tolist()))
-    given: Row = {"model": own / "config.json", "tokenizer": own / "words", "text": own / "text.txt"}
+    given: Row = {
+        "model": own / "config.json",
+        "tokenizer": own / "words",
+        "text": own / "text.txt",
+    }
     given |= {"seq-len": settings["tokens"], "max-steps": WARM_UP_STEPS + settings["steps"]}
     given |= {"learning-rate": LEARNING_RATE, "scheduler": "constant", "ulysses": job.num_ranks}
     given |= {"checkpoint": settings["checkpoint"], "output": place.with_suffix(".out")}
@@ -326,7 +330,9 @@ def main() -> None:
     alone = loss_of_one_process(model, random_row(settings["tokens"], job.shape.vocab_size, device))
     found = SYSTEMS[settings["system"]](job, model, settings)
     if job.rank == 0:
-        row = {name: settings[name] for name in ("system", "tokens", "rows", "checkpoint", "prompt")}
+        row = {
+            name: settings[name] for name in ("system", "tokens", "rows", "checkpoint", "prompt")
+        }
         append_line({**row, "status": "ok", "alone": alone, **found}, Path(settings["lines"]))
     finish()
 
