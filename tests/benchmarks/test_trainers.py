@@ -46,8 +46,11 @@ def test_loops_begin_with_the_loss_of_one_process(tmp_path: Path) -> None:
         model, random_row(40, job.shape.vocab_size, job.device)
     )
     settings = {"tokens": 40, "rows": 2, "steps": 1, "checkpoint": "none"}
+    settings |= {"prompt": 30, "share_prefixes": "always"}
     settings |= {"lines": str(tmp_path / "lines.jsonl")}
     model.requires_grad_(True)
+    found = trainers_job.run_group(job, copy.deepcopy(model), settings)
+    assert found["first_loss"] == pytest.approx(found["alone"], rel=1e-5)
     found = trainers_job.run_recipe(job, copy.deepcopy(model), settings)
     assert found["first_loss"] == pytest.approx(
         alone, rel=trainers.TOLERANCE
