@@ -65,13 +65,14 @@ def answer_for(model: str) -> tuple[bool, str]:
 
 def _answer_by_config(model: str) -> tuple[bool, str]:
     """Like `answer_for`, by the config of a hub name or of files."""
-    from longctx_patch.recipes.models import base_of_adapter
+    from longctx_patch.recipes.models import base_of_adapter, check_not_fp8
 
     try:
         config = load_model_config(model)
         check_model_config(config, LongContextConfig())
     except UnsupportedModelError as error:
         return False, f"no: {error}"
+    check_not_fp8(model, config)
     family, (first, base) = FAMILIES[config.model_type], base_of_adapter(model)
     return True, _yes(family, base, reachable_length(config), first)
 

@@ -123,6 +123,7 @@ def plan_command(model: str | None, **options: Any) -> None:
     how near they are.
     """
     from longctx_patch.planner.search import longest, search
+    from longctx_patch.recipes.models import check_not_fp8
 
     asked = PlanOptions(**options)
     asked.check()
@@ -135,6 +136,7 @@ def plan_command(model: str | None, **options: Any) -> None:
     if not is_read:
         click.echo(UNREAD, err=True)
     check_model_config(config, LongContextConfig())
+    check_not_fp8(model, config)
     job = asked.job(model, config)
     most = longest(job)
     results = [] if asked.max_seq_len else search(job)

@@ -211,7 +211,7 @@ def test_a_hub_that_is_out_of_reach_is_said_in_seconds(
     assert "tokenizer 'nobody/nothing-8B' is neither a file or folder" in message
 
 
-def test_patch_refuses_weights_in_8_bit_floating_point(
+def test_weights_in_8_bit_floating_point_are_refused(
     run: Run, config: WriteConfig, tmp_path: Path
 ) -> None:
     model = config(quantization_config={"quant_method": "fp8"}).parent
@@ -220,6 +220,9 @@ def test_patch_refuses_weights_in_8_bit_floating_point(
     message = refuse_patch(run, tmp_path, model)
     assert "'fp8' in its config.json), which can be served but not trained" in message
     assert "AutoModelForCausalLM.from_pretrained(" in message
+    for words in (("families", model), ("plan", model, "--gpus", "H200", "--seq-len", 64)):
+        found = run(*words)  # both would lead to `longctx patch`
+        assert (found.exit_code, "can be served but not trained" in found.output) == (1, True)
 
 
 def test_patch_refuses_a_folder_that_holds_files(
