@@ -27,7 +27,9 @@ def next_of(settings_file: Path) -> str:
         return after_training(run, output / "final")
     if job_of(output)[1]:
         return f"Next: {_longctx('report', run)}"
-    start = _json(run / PLAN_FILE).get("start") or _longctx("train", run)
+    start = _json(run / PLAN_FILE).get("start", "")
+    if str(run.resolve()) not in start:  # the folder was moved, or is of an earlier version
+        start = _longctx("train", run)
     return f"Next: {start}{' --resume auto' * (output / RECORD_FILE).is_file()}"
 
 

@@ -1,5 +1,6 @@
 """`longctx data` shows the rows that a run trains on."""
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -250,6 +251,11 @@ def test_what_comes_next_is_what_the_run_has_not_done_yet(
     file = run / "finetune.yaml"
     assert next_of(file) == f"Next: longctx train {run}"
     assert next_of(run / "another.yaml") == ""
+    plan = {"start": f"accelerate launch {run.resolve()} ..."}  # of several machines
+    (run / "plan.json").write_text(json.dumps(plan))
+    assert next_of(file) == f"Next: {plan['start']}"
+    (run / "plan.json").write_text(json.dumps({"start": "longctx train /elsewhere"}))
+    assert next_of(file) == f"Next: longctx train {run}"
     write_record(output, {}, 2)
     assert next_of(file) == f"Next: longctx train {run} --resume auto"
     with held(output, launched=0, say=print):
