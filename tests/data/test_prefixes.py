@@ -53,7 +53,7 @@ rows_alike = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(rows_alike, st.booleans(), st.data())
 def test_every_row_is_there_and_sees_itself_alone(
     rows: list[Ids], left: bool, data: st.DataObject

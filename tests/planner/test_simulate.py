@@ -5,6 +5,8 @@ from math import inf
 
 import pytest
 
+from longctx_patch.config import LongContextConfig
+from longctx_patch.planner.attention_cost import Workload, predict
 from longctx_patch.planner.machines import MACHINES, Hardware, KernelRate, KernelRates, Link
 from longctx_patch.planner.simulate import Simulation, simulate
 from longctx_patch.plans import (
@@ -108,6 +110,16 @@ def test_attention_alone_takes_the_published_number_of_blocks(
     for plan, wanted in blocks.items():
         found = played(named(plan, direction, num_ranks), ATTENTION_ALONE).makespan_s
         assert found == pytest.approx(wanted * block_s, rel=1e-3), plan
+
+
+def test_branches_take_the_pairs_that_they_see() -> None:
+    workload = Workload(num_tokens=64_000, lengths=(60_000, 2000, 2000), parents=(-1, 0, 0))
+    config = LongContextConfig(ring_degree=2)
+    setting = config.setting_of("balanced", num_tokens=64_000, reuse=4, is_causal=False)
+    pairs = sum(begins * n + n * (n + 1) // 2 for begins, n in ((0, 60_000), *[(60_000, 2000)] * 2))
+    found = predict(setting, FORWARD, workload, ATTENTION_ALONE)
+    assert found.kernel_s == pytest.approx(4 * pairs * 32 * 128 / FLOPS / 2)
+    assert found.idle_fraction < 0.01
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
