@@ -150,9 +150,12 @@ planted-faults: $(STAMP)
 
 pictures: $(STAMP)
 	@for picture in docs/schedules/*.png; do \
-	    name=$$(basename $$picture .png); nodes=; \
-	    case $$name in double_ring*) nodes="--ranks-per-node 4";; esac; \
-	    $(BIN)/longctx schedule --plan $${name%_*} --direction $${name##*_} --ranks 8 $$nodes \
+	    name=$$(basename $$picture .png); plan=$${name%_*}; more=; \
+	    case $$name in \
+	        double_ring*) more="--ranks-per-node 4";; \
+	        branches*) plan=auto more="--seq-len 64K --branches 4x8K";; \
+	    esac; \
+	    $(BIN)/longctx schedule --plan $$plan --direction $${name##*_} --ranks 8 $$more \
 	        --out $$picture > /dev/null || exit 1; \
 	done
 

@@ -45,6 +45,20 @@ class Tokens(click.ParamType[int]):
             self.fail(str(error))
 
 
+class Branches(click.ParamType[tuple[int, int]]):
+    """8x1K: so many branches, of so many tokens each."""
+
+    name = "branches"
+
+    def convert(self, value: object, param: object, ctx: object) -> tuple[int, int]:
+        if found := re.fullmatch(r"(\d+)\s*[xX*]\s*(.+)", str(value).strip()):
+            try:
+                return int(found[1]), parse_tokens(found[2], 1)
+            except ValueError as error:
+                self.fail(str(error))
+        self.fail(f"{value!r}: write a number of branches and the tokens of each, as 8x1K.")
+
+
 class Gpus(click.ParamType[str]):
     """A number, a kind, or both: `longctx plan` lists the kinds; a kind alone is one GPU."""
 

@@ -9,7 +9,15 @@ from typing import Any, Literal
 
 import click
 
-from longctx_patch.cli.arguments import Choice, Tokens, flag, gone_option, option, options_of
+from longctx_patch.cli.arguments import (
+    Branches,
+    Choice,
+    Tokens,
+    flag,
+    gone_option,
+    option,
+    options_of,
+)
 from longctx_patch.cli.timeline import check_drawable, describe, draw
 from longctx_patch.config import HardwareName, LongContextConfig
 from longctx_patch.families.facts import ModelFacts
@@ -44,6 +52,10 @@ class ScheduleOptions:
     ranks_per_node: int | None = option("Ranks on one machine [as many as the hardware has GPUs].")
     seq_len: int = option("Tokens of a sequence [128K].", type=Tokens(1), default=131072)
     document_tokens: int | None = option("Rows hold documents of about so many.", type=Tokens(1))
+    branches: tuple[int, int] | None = option(
+        "Such as 8x1K: 8 sequences that share all but their last 1K tokens, as one row.",
+        type=Branches(),
+    )
     window: int | None = option("Keys that a token sees at most, with itself.", type=Tokens(1))
     hardware: HardwareName = option("Kind of GPU.", default="h100", show_default=True)
     out: Path | None = option("Picture to write.", type=click.Path(path_type=Path, dir_okay=False))
@@ -67,16 +79,26 @@ class ScheduleOptions:
                 f"--compare with --ulysses {self.ulysses}: the degrees are compared too. Leave "
                 "--ulysses out, or use --plan NAME with it."
             )
+        if self.branches is not None and self.document_tokens is not None:
+            raise ValueError(
+                f"--branches with --document-tokens {self.document_tokens}: a row with branches "
+                "has a prompt and what goes on from it. Leave one of them out."
+            )
         if self.out is not None:
             check_drawable(self.out, self.ranks)
 
     def workload(self, model: str | None) -> Workload:
         """The sizes of one attention layer, of MODEL or of Llama-3.1-8B (the default of Workload).
         Raises ValueError."""
-        mean = min(self.document_tokens or self.seq_len, self.seq_len)
+        row = Documents.one(self.seq_len)
+        if self.branches is not None:
+            row = Documents.group(self.seq_len, *self.branches)
+        elif self.document_tokens is not None:
+            row = Documents.typical(self.seq_len, min(self.document_tokens, self.seq_len))
         return Workload(
-            num_tokens=self.seq_len,
-            lengths=Documents.typical(self.seq_len, mean).lengths if self.document_tokens else (),
+            num_tokens=row.num_tokens,
+            lengths=row.lengths if len(row.lengths) > 1 else (),
+            parents=row.parents,
             window=self.window,
             **({} if model is None else _heads_of(model)),
         )
@@ -93,7 +115,8 @@ def schedule_command(model: str | None, **options: Any) -> None:
     """Predict the time, waiting and traffic of one attention layer's schedule, without any GPU.
 
     The layer has the heads of MODEL (a hub name, a folder or a config.json), else Llama-3.1-8B's.
-    With --out, draw who computes and receives what at which time (.png, .svg or .pdf). bfloat16 and
+    With --out, draw who computes and receives what at which time (.png, .svg or .pdf), with
+    --branches beside a picture of the mask. bfloat16 and
     a causal mask are assumed, within documents and a window if any; lengths of documents are
     log-normal. docs/explanation/plans.md shows every plan.
     """
@@ -197,7 +220,7 @@ def _predict(
     )
     caption = describe(workload, hardware)
     if asked.out is not None:
-        draw(prediction, asked.out, caption=caption)
+        draw(prediction, asked.out, caption=caption, workload=workload)
         click.echo(f"Drawn to {asked.out}", err=True)
     if asked.as_json:
         click.echo(json.dumps(prediction.as_json(), allow_nan=False))

@@ -10,6 +10,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
 
+from longctx_patch.cli.mask_picture import draw_mask
 from longctx_patch.config import LongContextConfig
 from longctx_patch.planner.attention_cost import Prediction, Workload, predict
 from longctx_patch.planner.degrees import decide
@@ -17,6 +18,7 @@ from longctx_patch.planner.machines import MACHINES, Hardware
 from longctx_patch.planner.simulate import Span
 from longctx_patch.plans import Direction
 from longctx_patch.rules.text_table import time_text
+from longctx_patch.sequence.placement import place
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -113,21 +115,31 @@ def check_drawable(path: Path, num_ranks: int) -> None:
         )
 
 
-def draw(prediction: Prediction, path: Path | BinaryIO, *, caption: str) -> None:
+def draw(
+    prediction: Prediction, path: Path | BinaryIO, *, caption: str, workload: Workload
+) -> None:
     """Write the picture of a prediction made `with_timeline`; `caption` says what was assumed.
 
     A file that is open gets a PNG.
     """
-    make_figure(prediction, caption).savefig(path, dpi=110)
+    make_figure(prediction, caption, workload).savefig(path, dpi=110)
 
 
-def make_figure(prediction: Prediction, caption: str) -> "Figure":
-    """Make the picture as matplotlib's figure."""
+def make_figure(prediction: Prediction, caption: str, workload: Workload) -> "Figure":
+    """Make the picture as matplotlib's figure; that of a row with branches shows its mask too."""
     from matplotlib.figure import Figure
 
-    ranks = prediction.ranks
+    ranks, bars = prediction.ranks, bars_of(prediction)
     figure = Figure(figsize=(11, 2 + 0.4 * ranks), layout="constrained")
-    axes, bars = figure.subplots(), bars_of(prediction)
+    if workload.documents().has_branches:
+        beside, axes = figure.subplots(1, 2, width_ratios=(2, 3))
+        degree = prediction.ulysses_degree
+        layout = place(
+            prediction.layout, workload.documents(), ring=ranks // degree, ulysses=degree
+        )
+        draw_mask(beside, workload.mask(), layout)
+    else:
+        axes = figure.subplots()
     for style in dict.fromkeys(bar.style for bar in bars):
         _draw_style(axes, style, (bar for bar in bars if bar.style == style))
     axes.set(xlim=(0, 1e3 * prediction.makespan_s), ylim=(ranks, 0), xlabel="time (ms)")
@@ -201,7 +213,7 @@ def draw_schedule(
     hardware = MACHINES[config.hardware]
     setting = decide(config, workload)
     prediction = predict(setting, Direction(direction), workload, hardware, with_timeline=True)
-    draw(prediction, file := BytesIO(), caption=describe(workload, hardware))
+    draw(prediction, file := BytesIO(), caption=describe(workload, hardware), workload=workload)
     return Picture(file.getvalue())
 
 
@@ -211,6 +223,8 @@ def describe(workload: Workload, hardware: Hardware) -> str:
     heads = f"{workload.num_heads} / {workload.num_kv_heads} heads of {workload.head_dim}"
     heads += f", latents of {workload.latent_dim}" if workload.latent_dim else ""
     seen = f", {len(workload.lengths)} documents" if len(workload.lengths) > 1 else ""
+    num_branches = sum(parent >= 0 for parent in workload.parents)
+    seen += f" of which {num_branches} are branches" if num_branches else ""
     seen += f", a window of {workload.window:,}" if workload.window else ""
     on = f"{hardware.name} with {hardware.kernels.of(workload.head_dim).kernel}"
     on += f" ({hardware.note})" if hardware.note else ""

@@ -52,6 +52,19 @@ class Documents:
         return cls(lengths, num_tokens, parents) if len(lengths) > 1 else cls.one(num_tokens)
 
     @classmethod
+    def group(cls, num_tokens: int, count: int, own: int) -> "Documents":
+        """So many rows of `num_tokens` that differ in their last `own` tokens, as one row: the last
+        token that they have in common opens each branch."""
+        shared = num_tokens - own - 1
+        if shared < 1 or count < 2:
+            raise ValueError(
+                f"{count} branches of {own} tokens of rows of {num_tokens}: two rows or more share "
+                "two tokens or more. Use shorter branches, or longer rows."
+            )
+        lengths = (shared, *[own + 1] * count)
+        return cls(lengths, sum(lengths), (-1, *[0] * count))
+
+    @classmethod
     def typical(cls, num_tokens: int, mean: int) -> "Documents":
         """A full row of documents of log-normal lengths, as those of web text and conversations
         roughly are: the quantiles of exp(N(0, 1)), without chance, about `mean` tokens each."""

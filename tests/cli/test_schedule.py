@@ -7,14 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import pytest
 
 from longctx_patch import LongContextConfig
 from longctx_patch.cli import timeline
+from longctx_patch.cli.mask_picture import owners
 from longctx_patch.cli.schedule_command import PLANS, make_setting, read_hardware
 from longctx_patch.cli.timeline import HELPER, OTHER_KEYS, OWN, bars_of, draw_schedule, make_figure
 from longctx_patch.planner.attention_cost import Prediction, Workload, predict
 from longctx_patch.plans import Direction
+from longctx_patch.sequence.documents import Documents
+from longctx_patch.sequence.masks import documents_mask
+from longctx_patch.sequence.placement import place
 from tests.cli.conftest import Run
 
 SCHEMA = {
@@ -155,7 +160,7 @@ def test_picture_shows_every_span_where_it_belongs() -> None:
         assert drawn == pytest.approx(1e3 * sum(s.stop_s - s.start_s for s in spans))
         assert shown[rank, OWN] > 0
         assert (shown[rank, HELPER] > 0) == (rank == 0)  # rank 0 helps rank 3
-    figure = make_figure(forward, "assumptions")
+    figure = make_figure(forward, "assumptions", Workload(num_tokens=131072))
     assert "distflash, forward, 4 ranks\n" in figure.get_suptitle()
     assert figure.get_suptitle().endswith("\nassumptions")
     names = {text.get_text() for text in figure.legends[0].get_texts()}
@@ -165,7 +170,33 @@ def test_picture_shows_every_span_where_it_belongs() -> None:
     }
 
 
+@pytest.mark.parametrize("length", [31, 1201])
+def test_the_mask_of_branches_is_drawn_in_the_colours_of_ranks(length: int) -> None:
+    row = Documents.group(length, 3, 7)
+    assert row == Documents((length - 8, 8, 8, 8), length + 16, (-1, 0, 0, 0))
+    layout, mask = place("balanced", row, ring=3), documents_mask(row)
+    found, step = owners(mask, layout), 1 if length == 31 else 3
+    assert np.array_equal(found >= 0, mask.dense()[::step, ::step])
+    for rank in range(3):
+        held = set(layout.positions(rank).tolist())
+        assert {step * int(query) for query in np.nonzero(found == rank)[0]} <= held
+
+
+def test_branches_are_predicted_and_drawn(run: Run, tmp_path: Path) -> None:
+    words = ["--plan", "auto", "--ranks", 2, "--seq-len", "4K", "--out", tmp_path / "all.png"]
+    output = run("schedule", *words, "--branches", "2x1K").output
+    assert "5,121 tokens, 3 documents of which 2 are branches" in output
+    workload = Workload(num_tokens=9, lengths=(3, 2, 4), parents=(-1, 0, 0))
+    axes = make_figure(predicted("zigzag", 2, Direction.FORWARD, None), "", workload).axes
+    assert [ax.get_ylabel() for ax in axes] == ["queries", "", "rank of the query"]
+
+
 BAD_INPUT = {
+    "--plan auto --ranks 2 --branches 8": "'8': write a number of branches and the tokens of each",
+    "--plan auto --ranks 2 --branches 8xK": "'K': write tokens as",
+    "--plan auto --ranks 2 --branches 1x4": "1 branches of 4 tokens of rows of 131072: two rows",
+    "--plan auto --ranks 2 --seq-len 5 --branches 2x4": "rows of 5: two rows or more share two",
+    "--compare --ranks 2 --branches 2x4 --document-tokens 9": "Leave one of them out",
     "--plan zigzag --ranks 0": "0 is not in the range x>=1",
     "--plan zigzag": "--ranks",
     "--plan zigzag --ranks 8 --seq-len 0": "'0': give a whole number of tokens, 1 to",
@@ -228,9 +259,9 @@ def test_the_picture_is_of_what_the_config_runs(monkeypatch: pytest.MonkeyPatch)
 
     really = timeline.draw
 
-    def draw(prediction: Prediction, file: BinaryIO, *, caption: str) -> None:
+    def draw(prediction: Prediction, file: BinaryIO, *, caption: str, workload: Workload) -> None:
         drawn.append((prediction, caption))
-        really(prediction, file, caption=caption)
+        really(prediction, file, caption=caption, workload=workload)
 
     monkeypatch.setattr(timeline, "draw", draw)
     config = LongContextConfig(ulysses_degree=2, ring_degree=2, plan="zigzag", hardware="h200")
