@@ -137,8 +137,8 @@ class LongContextConfig:
     """Whether whole rows of a batch that begin alike become one row with branches, in which each
     beginning is computed once (DPO pairs, GRPO groups, turns of a conversation). What the model
     returns is of the rows that were given, and so are gradients, router losses included. `always`:
-    wherever a batch has any; refused where it can't be done exactly, as with recurrent layers,
-    images, chunked attention, dropout or a mask of one's own. `auto`: where it saves a tenth of the
+    wherever a batch has any; refused where it can't be done exactly, as with images, chunked
+    attention, dropout or a mask of one's own. `auto`: where it saves a tenth of the
     layers' FLOPs or more, by the rows' ids and the model's config alone; rows that can't share are
     computed apart, with a warning. `off`: every row is computed by itself."""
 

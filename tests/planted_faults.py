@@ -48,6 +48,24 @@ FAULTS = (
         "found.insert(0, found[0] - 1)",
         "tests/sequence/test_masks.py",
     ),
+    Fault(  # a branch begins from zero, goes on from a sibling, or convolves a sibling's inputs
+        "longctx_patch/plans/chain.py",
+        "last.get(segment.document, last.get(parent))",
+        "last.get(segment.document)",
+        "tests/plans/test_chain.py",
+    ),
+    Fault(
+        "longctx_patch/plans/chain.py",
+        "last.get(segment.document, last.get(parent))",
+        "number - 1 if parent >= 0 else last.get(segment.document)",
+        "tests/plans/test_chain.py",
+    ),
+    Fault(
+        "longctx_patch/plans/chain.py",
+        "for other in self._before(number):",
+        "for other in range(number)[::-1]:",
+        "tests/plans/test_chain.py",
+    ),
     Fault(
         "longctx_patch/plans/generators/table.py",
         '"zigzag_direct": PlanRecord(generate=direct_ring',

@@ -79,8 +79,6 @@ class Sharing:
             return "the model was patched with mask=, which tells tokens by their places in a row"
         if has_images(given):
             return "they have images, whose positions follow from the row that they are in"
-        if calls.is_recurrent:
-            return "the model has recurrent layers or convolutions, whose states run along the row"
         longest = max(length for row in whole.rows for length in row.lengths)
         chunk = min((size for size in calls.chunks.values() if size), default=longest)
         if chunk < longest:

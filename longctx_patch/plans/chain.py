@@ -3,7 +3,8 @@
 The tokens that one rank holds of one document, one after another, are a segment. A recurrent layer
 takes a segment as an affine map of the state before it, S -> M S + U, and a short convolution takes
 it as its last tokens. So a segment needs one item of each of some segments before it, of a size
-that does not depend on their length, and ranks exchange these items once per layer.
+that does not depend on their length, and ranks exchange these items once per layer. The branches of
+a document go on from its last segment, each from the same state.
 
 The maps of a recurrence compose as those of a parallel scan do (Blelloch 1990); for gated delta
 nets see Yang et al. 2024 (arXiv 2412.06464), for Mamba-2 section 8.2 of Dao and Gu 2024
@@ -35,8 +36,14 @@ class Segment(NamedTuple):
     rank: int
     document: int
     """The number of its document; padding has those after the last one."""
-    begins: bool
-    """Whether it is the first segment of its document."""
+    before: int | None = None
+    """The number of the segment that it goes on from: of its document, or the last one of that
+    document's parent."""
+
+    @property
+    def begins(self) -> bool:
+        """Says whether its document begins with it, and is no branch."""
+        return self.before is None
 
 
 Needs = tuple[tuple[int, ...], ...]
@@ -92,19 +99,21 @@ class Chain:
 
     @cached_property
     def states(self) -> Needs:
-        """The needs of a recurrence: the maps of all segments of the document so far."""
-        return tuple(tuple(self._before(number)) for number in range(len(self.segments)))
+        """The needs of a recurrence: the maps of all segments of the document so far, and of what
+        it goes on from."""
+        return tuple(tuple(self._before(number))[::-1] for number in range(len(self.segments)))
 
     @cached_property
     def work(self) -> tuple["RankWork", ...]:
         """The tokens that each rank runs of a recurrence."""
         found = [RankWork()] * self.num_ranks
-        for number, (tokens, _, rank, _, begins) in enumerate(self.segments):
-            if begins:
-                found[rank] = found[rank].plus(RankWork(begun=tokens.size))
+        for number, segment in enumerate(self.segments):
+            rank, size = segment.rank, segment.tokens.size
+            if segment.begins:
+                found[rank] = found[rank].plus(RankWork(begun=size))
             else:
-                mapped = tokens.size if number in self.needed else 0
-                found[rank] = found[rank].plus(RankWork(mapped=mapped, continued=tokens.size))
+                mapped = size if number in self.needed else 0
+                found[rank] = found[rank].plus(RankWork(mapped=mapped, continued=size))
         return tuple(found)
 
     def tails(self, num_tokens: int) -> Needs:
@@ -112,15 +121,15 @@ class Chain:
         many segments as have them."""
         return tuple(self._reaching(number, num_tokens) for number in range(len(self.segments)))
 
-    def _before(self, number: int) -> range:
-        first = number
-        while not self.segments[first].begins:
-            first -= 1
-        return range(first, number)
+    def _before(self, number: int) -> Iterator[int]:
+        """The segments that one goes on from, the nearest first."""
+        while (before := self.segments[number].before) is not None:
+            yield before
+            number = before
 
     def _reaching(self, number: int, num_tokens: int) -> tuple[int, ...]:
         found: list[int] = []
-        for other in reversed(self._before(number)):
+        for other in self._before(number):
             if num_tokens <= 0:
                 break
             found.insert(0, other)
@@ -208,24 +217,27 @@ def _wanted(chain: Chain, needs: Needs) -> dict[tuple[int, int], tuple[int, ...]
 def make_chain(layout: Layout, documents: Documents) -> Chain:
     """The segments of a row.
 
-    Raises ValueError for a layout that takes every n-th token: each token would be a segment; and
-    for branches.
+    Raises ValueError for a layout that takes every n-th token: each token would be a segment.
     """
     if any(tokens.step > 1 for rank in layout.intervals for tokens in rank):
         raise ValueError(
             "a striped layout under layers whose state runs along the sequence: each token would "
             "be on another rank than the one before it. Use layout='contiguous' or 'zigzag'."
         )
-    if documents.has_branches:
-        raise ValueError(
-            "documents that go on from others under layers whose state runs along the sequence: a "
-            "branch would need the state at its parent's end. Use documents without branches."
-        )
     edges = [*documents.edges, documents.num_tokens]
     segments = sorted(
         segment for rank in range(layout.num_ranks) for segment in _cut(layout, rank, edges)
     )
-    return Chain(tuple(segments), layout.num_ranks)
+    return Chain(tuple(_linked(segments, documents)), layout.num_ranks)
+
+
+def _linked(segments: list[Segment], documents: Documents) -> Iterator[Segment]:
+    """The segments of a row, each with the one that it goes on from."""
+    parents, last = dict(enumerate(documents.parents)), dict[int, int]()
+    for number, segment in enumerate(segments):
+        parent = parents.get(segment.document, -1)
+        yield segment._replace(before=last.get(segment.document, last.get(parent)))
+        last[segment.document] = number
 
 
 def _cut(layout: Layout, rank: int, edges: list[int]) -> Iterator[Segment]:
@@ -240,7 +252,6 @@ def _cut(layout: Layout, rank: int, edges: list[int]) -> Iterator[Segment]:
                 slots=part.shift(slots.start - tokens.start),
                 rank=rank,
                 document=document,
-                begins=start == edges[document],
             )
             start, document = stop, document + 1
 

@@ -19,6 +19,7 @@ ROWS = (
     Documents((1, 2, 17, 3, 1, 16), 43),
     Documents((30, 5), 43),
     Documents((43,) + (1,) * 9, 61),
+    Documents((1, 17, 2, 1, 9, 5, 3, 6, 2), 53, (-1, 0, 1, 2, 2, 1, 0, -1, 7)),
 )
 
 
@@ -33,18 +34,22 @@ def cases() -> list[tuple[Layout, Documents]]:
 
 def by_tokens(layout: Layout, documents: Documents, reach: int | None) -> dict[int, set[int]]:
     """For the first token of each run of a document on a rank, the tokens before it in its document
-    (the last `reach` of them): token by token, from what the layout and the documents say."""
+    and in those that it goes on from (the last `reach` of them): token by token, from what the
+    layout and the documents say."""
     rank_of = {
         t: rank for rank, held in enumerate(layout.intervals) for i in held for t in range(*i)
     }
     document_of = [n for n, length in enumerate(documents.lengths) for _ in range(length)]
-    document_of += [-1] * (documents.num_tokens - len(document_of))
+    document_of += [len(documents.lengths)] * (documents.num_tokens - len(document_of))
+    paths = [{document} for document in range(len(documents.lengths) + 1)]
+    for document, parent in enumerate(documents.parents):
+        paths[document] |= paths[parent] if parent >= 0 else set()
     wanted = {}
     for token in range(documents.num_tokens):
         inside = token and document_of[token - 1] == document_of[token]
         if inside and rank_of[token - 1] == rank_of[token]:
             continue
-        before = [t for t in range(token) if document_of[t] == document_of[token]] if inside else []
+        before = [t for t in range(token) if document_of[t] in paths[document_of[token]]]
         wanted[token] = set(
             before if reach is None else before[len(before) - reach :] if reach else ()
         )
@@ -55,6 +60,8 @@ def test_whole_documents_that_follow_each_other_are_one_call() -> None:
     for layout, documents in cases():
         chain = make_chain(layout, documents)
         sizes = Counter(segment.document for segment in chain.segments)
+        for branch, parent in enumerate(documents.parents):
+            sizes.update((branch, parent) if parent >= 0 else ())  # a state goes from one to one
         for rank in range(chain.num_ranks):
             joined = chain.runs(rank)
             assert [n for call in joined for n in call] == [*chain.of_rank(rank)]
@@ -110,6 +117,18 @@ def test_documents_that_are_whole_on_a_rank_send_nothing() -> None:
     )
 
 
+def test_a_prompt_hands_one_state_to_each_branch() -> None:
+    """A branch on each of three ranks, of which the last one goes on from the one before it."""
+    documents = Documents((10, 10, 10, 10), 40, (-1, 0, 0, 2))
+    chain = make_chain(contiguous(40, 4), documents)
+    sizes = [10 if segment.begins else 30 for segment in chain.segments]
+    assert chain.states == ((), (0,), (0,), (0, 2))
+    traffic = chain.traffic_of_ranks(chain.states, sizes.__getitem__)
+    sent = [Traffic(3, 30), Traffic(), Traffic(1, 30), Traffic()]
+    returned = [Traffic(), Traffic(1, 10), Traffic(1, 10), Traffic(2, 40)]
+    assert [(t.forward, t.backward) for t in traffic] == list(zip(sent, returned, strict=True))
+
+
 def test_every_second_token_is_refused() -> None:
     with pytest.raises(ValueError, match=r"striped layout under layers.*Use layout='contiguous'"):
         make_chain(striped(8, 2), Documents.one(8))
@@ -120,7 +139,7 @@ def mutants(chain: Chain) -> dict[str, Chain]:
     return {
         "order": replace(chain, segments=(second, first, *rest)),
         "place": replace(chain, segments=(first, second._replace(rank=3), *rest)),
-        "documents": replace(chain, segments=(first, second._replace(begins=True), *rest)),
+        "documents": replace(chain, segments=(first, second._replace(before=None), *rest)),
         "segments end": replace(chain, segments=chain.segments[:-1]),
     }
 
@@ -136,6 +155,14 @@ def test_the_verifier_finds_every_kind_of_mistake() -> None:
         verify_needs(chain, (states[0], (), *states[2:]), None)
     with pytest.raises(PlanError, match="items"):
         verify_needs(chain, chain.tails(1), None)
+
+
+@pytest.mark.parametrize("wrong", [None, 1])
+def test_the_verifier_finds_a_branch_from_zero_or_from_its_sibling(wrong: int | None) -> None:
+    documents, layout = Documents((10, 10, 10), 30, (-1, 0, 0)), contiguous(30, 3)
+    *first, last = make_chain(layout, documents).segments
+    with pytest.raises(PlanError, match=f"segment 2 .* goes on from segment {wrong}, not 0"):
+        verify_chain(Chain((*first, last._replace(before=wrong)), 3), layout, documents)
 
 
 class Withholds(Chain):

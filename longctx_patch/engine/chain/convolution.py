@@ -18,8 +18,8 @@ def run_convolution(run: ChainRun, convolve: Convolution, hidden_BCL: Tensor, re
     """`convolve` of this rank's tokens, each document by itself. Collective over ranks that share
     documents.
 
-    Before a document are zeros, as the convolution pads. Several segments are convolved in one
-    call, with what others hold of the `reach` tokens before each in front of it.
+    Before a document that is no branch are zeros, as the convolution pads. Several segments are
+    convolved in one call, with what others hold of the `reach` tokens before each in front of it.
     """
     chain, needs = run.chain, checked_tails(run.chain, reach)
     mine = chain.of_rank(run.rank)

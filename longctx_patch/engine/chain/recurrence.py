@@ -79,7 +79,8 @@ class Recurrence(Protocol):
 
 
 def run_recurrence(run: ChainRun, recurrence: Recurrence) -> Tensor:
-    """The output `[B, L, ...]` for this rank's tokens, each document from a state of zero.
+    """The output `[B, L, ...]` for this rank's tokens, each document from a state of zero or
+    from the one at its parent's end.
 
     Collective over ranks that share documents.
     """

@@ -12,7 +12,8 @@ from longctx_patch.sequence.layout import Interval, Layout
 
 def verify_chain(chain: Chain, layout: Layout, documents: Documents) -> None:
     """Check every rule: segments fill the row one after another, each lies in one document and
-    where the layout has its tokens, and begins its document exactly where that begins.
+    where the layout has its tokens, and goes on from the segment that ends with the token before it
+    in its document, or with the last one of the document's parent.
 
     Raises PlanError with all complaints about a chain that is wrong.
     """
@@ -20,8 +21,8 @@ def verify_chain(chain: Chain, layout: Layout, documents: Documents) -> None:
 
 
 def verify_needs(chain: Chain, needs: Needs, num_tokens: int | None) -> None:
-    """Check that every segment gets the items of what lies before it in its document: of all
-    segments (`num_tokens` None), or of those that hold the `num_tokens` tokens before it.
+    """Check that every segment gets the items of what it goes on from: of all segments
+    (`num_tokens` None), or of those that hold the `num_tokens` tokens before it.
 
     Raises PlanError with all complaints.
     """
@@ -46,7 +47,8 @@ def _raise(what: str, complaints: list[str]) -> None:
 
 def _complaints(chain: Chain, layout: Layout, documents: Documents) -> Iterator[str]:
     edges, end = documents.edges, 0
-    starts = set(edges)
+    starts, parents = set(edges), dict(enumerate(documents.parents))
+    ending = {segment.tokens.stop: number for number, segment in enumerate(chain.segments)}
     for number, segment in enumerate(chain.segments):
         where, tokens = f"segment {number} of tokens {tuple(segment.tokens)[:2]}", segment.tokens
         if tokens.start != end or not tokens.size:
@@ -55,10 +57,14 @@ def _complaints(chain: Chain, layout: Layout, documents: Documents) -> Iterator[
         after = bisect_right(edges, tokens.start)
         if any(edge < tokens.stop for edge in edges[after : after + 1]):
             yield f"documents: {where} reaches over the end of a document"
-        if segment.begins != (tokens.start in starts):
-            yield f"documents: {where} begins one: {segment.begins}"
-        if not segment.begins and segment.document != chain.segments[number - 1].document:
+        if segment.document != after - 1:
             yield f"documents: {where} is in document {segment.document}"
+        last = tokens.start  # one past the token before it
+        if last in starts:
+            parent = parents.get(after - 1, -1)
+            last = edges[parent + 1] if parent >= 0 else 0
+        if segment.before != (expected := ending.get(last)):
+            yield f"documents: {where} goes on from segment {segment.before}, not {expected}"
         places = [(rank, slots.start - held.start) for rank, slots, held in layout.places(tokens)]
         if set(places) != {(segment.rank, segment.slots.start - tokens.start)}:
             yield f"place: {where} is not at slot {segment.slots.start} of rank {segment.rank}"
@@ -67,13 +73,13 @@ def _complaints(chain: Chain, layout: Layout, documents: Documents) -> Iterator[
 
 
 def _missing(chain: Chain, needs: Needs, num_tokens: int | None) -> Iterator[str]:
+    paths, ends = list[list[int]](), list[int]()  # what each goes on from, where its tokens end
     for number, (segment, needed) in enumerate(zip(chain.segments, needs, strict=True)):
-        reach = -1 if num_tokens is None else segment.tokens.start - num_tokens
-        expected: list[int] = []
-        other = number
-        while not chain.segments[other].begins and chain.segments[other].tokens.start > reach:
-            other -= 1
-            expected.insert(0, other)
+        before = segment.before
+        path, start = ([], 0) if before is None else ([*paths[before], before], ends[before])
+        paths.append(path)
+        ends.append(start + segment.tokens.size)
+        expected = [n for n in path if num_tokens is None or ends[n] > start - num_tokens]
         if list(needed) != expected:
             yield f"items: segment {number} gets those of {list(needed)}, it needs {expected}"
         for other in expected:
