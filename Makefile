@@ -5,7 +5,8 @@
 #   make test       the tests that need no GPU and little time
 #   make test-slow  the others: each family of models, trainers, jobs, memory, the planner, faults
 #   make test-all   both in one session, the longest first, as continuous integration runs them
-#   make test-grid  every trainer over every number of ranks, family and accumulation (long)
+#   make test-grid  every trainer over every number of ranks, family and accumulation, and rows that
+#                   begin alike in every way (long)
 #   make test-families  every family through the recipe on two processes, beside one (long)
 #   make test-fault-grid  every fault at every place in every rank, on 2 and 4 processes (long)
 #   make oldest     create .venv-oldest, with the oldest transformers supported
@@ -45,7 +46,7 @@ OLDEST_TESTS := tests/hf/test_patching.py tests/families/test_checks.py \
 # trainers, jobs of several processes under a launcher, memory, the planner, and faults.
 SLOW_TESTS := tests/families tests/hf/call tests/hf/test_states_and_latents.py \
     tests/hf/test_exact_families.py tests/hf/test_masked_models.py tests/hf/test_images.py \
-    tests/hf/test_rows.py tests/hf/test_token_log_probs.py tests/verification/test_shrink.py \
+    tests/hf/test_rows.py tests/hf/test_token_log_probs.py tests/prefixes tests/verification/test_shrink.py \
     tests/trainer tests/trl tests/recipes/test_trl_recipes.py \
     tests/recipes/test_trl_refusals.py tests/recipes/test_trl_memory.py \
     tests/recipes/test_model_card.py tests/recipes/test_sharded_reading.py \
@@ -116,7 +117,7 @@ test-all: $(STAMP)
 	$(PYTEST) $(SHARED) tests
 
 test-grid: $(STAMP)
-	$(PYTEST) tests/trl/grid.py
+	$(PYTEST) tests/prefixes/grid.py tests/trl/grid.py
 
 test-families: $(STAMP)
 	$(PYTEST) tests/recipes/families.py

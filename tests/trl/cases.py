@@ -62,7 +62,8 @@ def texts(number: int, seed: int, longest: int) -> Iterator[str]:
 
 def rows(kind: str, number: int, seed: int) -> list[dict[str, Any]]:
     """Rows of one of the kinds that TRL's trainers take."""
-    longest = 7 if kind in ("pairs", "labelled") else 17  # sums are as exact as they are small
+    has_sums = kind in ("pairs", "labelled", "answers")  # as exact as they are small
+    longest = 7 if has_sums else 17
     parts = (texts(number, seed + 1000 * part, n) for part, n in enumerate((17, longest, longest)))
     together = list(zip(*parts, strict=True))
     if kind == "prompts":
@@ -75,12 +76,24 @@ def rows(kind: str, number: int, seed: int) -> list[dict[str, Any]]:
         return [{"messages": [{"role": r, "content": t} for r, t in four]} for four in turns]
     if kind == "completion":
         return [{"prompt": a, "completion": f" {b}"} for a, b, _ in together]
+    if kind == "turns":
+        return list(answers_in_turn(together))
     if kind == "pairs":
         return [{"prompt": a, "chosen": f" {b}", "rejected": f" {c}"} for a, b, c in together]
+    same = 4 if kind == "answers" else 1  # rows of one prompt
     return [
-        {"prompt": a, "completion": f" {b}", "label": index % 3 > 0}
-        for index, (a, b, _) in enumerate(together)
+        {"prompt": together[n // same * same][0], "completion": f" {b}", "label": n % 3 > 0}
+        for n, (_, b, _) in enumerate(together)
     ]
+
+
+def answers_in_turn(together: Sequence[tuple[str, ...]]) -> Iterator[dict[str, str]]:
+    """Of conversations of six answers, each of which goes on from the one before it."""
+    so_far = ""
+    for number, (opening, answer, _) in enumerate(together):
+        so_far = so_far if number % 6 else opening
+        yield {"prompt": so_far, "completion": f" {answer}"}
+        so_far += f" {answer}"
 
 
 TRAINERS: dict[str, tuple[type, type]] = {

@@ -13,6 +13,8 @@ from tests.trl.cases import Case, train_all, write_rows
 RING: dict[str, Any] = {"ring_degree": 2}
 ULYSSES = {"ulysses_degree": 2}
 BOTH = RING | ULYSSES
+ALIKE = {"share_prefixes": "always"}
+"""Where rows of a batch begin alike, they are computed as one row with branches."""
 THRICE = {"gradient_accumulation_steps": 3}
 ALL_OF_DPO = [
     *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot"),
@@ -47,18 +49,25 @@ TWO = [
     Case("dpo beforehand", "dpo", "pairs", RING, arguments=WEIGHED),
     Case("dpo of one pair", "dpo", "pairs", RING, arguments=ALL_LOSSES | ONE_PAIR),
     Case("kto", "kto", "labelled", ULYSSES, "qwen3"),
-    Case("rloo", "rloo", "prompts", ULYSSES, "mistral", adapter=True, arguments=TWO_EACH),
+    Case("rloo", "rloo", "prompts", ULYSSES | ALIKE, "mistral", adapter=True, arguments=TWO_EACH),
 ]
 FOUR = [
     Case("kto with adapters", "kto", "labelled", BOTH, adapter=True, arguments=BEFOREHAND),
 ]
 REPLICAS = [
     Case("packed", "sft", "text", RING, arguments=PACKED | THRICE, layers=2),
-    Case("dpo with adapters", "dpo", "pairs", ULYSSES, adapter=True, arguments=ALL_LOSSES),
+    Case("dpo with adapters", "dpo", "pairs", ULYSSES | ALIKE, adapter=True, arguments=ALL_LOSSES),
     Case("grpo", "grpo", "prompts", RING, "qwen3", adapter=True, arguments=TWICE),
     Case("routed", "sft", "completion", ULYSSES, "mixtral", arguments=THRICE, model=ROUTED),
     Case("chat", "sft", "chat", RING, "qwen3", arguments=ANSWERS, sharding=QWEN3_SHARDED),
-    Case("dpo of HSDP", "dpo", "pairs", RING, arguments=THRICE | ONE_PAIR, sharding=SHARDED[2]),
+    Case(
+        "dpo of HSDP",
+        "dpo",
+        "pairs",
+        RING | ALIKE,
+        arguments=THRICE | ONE_PAIR,
+        sharding=SHARDED[2],
+    ),
     Case("grpo of shards", "grpo", "prompts", RING, arguments=GENERATED, sharding=SHARDED[1]),
 ]
 """A prompt's generations are of both replicas in the last case."""
