@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from longctx_patch.cli.arguments import (
+    Branches,
     Tokens,
     TrainingOptions,
     flag,
@@ -44,6 +45,10 @@ class PlanOptions(TrainingOptions):
 
     gpus: str | None = option(f"Such as 4xH200; H200 is one. Kinds: {KINDS}.")
     seq_len: int | None = option("Tokens of a row: 131072, 128K or 1M.", type=Tokens())
+    branches: tuple[int, int] | None = option(
+        "Such as 2x4K: 2 rows that share all but their last 4K tokens, apart and as one row.",
+        type=Branches(),
+    )
     table: bool = flag(
         "The longest rows, up to --seq-len [1M], on 1, 2, 4 and 8 of --gpus [all kinds]."
     )
@@ -58,6 +63,12 @@ class PlanOptions(TrainingOptions):
             raise click.UsageError(
                 "--table has the longest rows, each shared by all GPUs: leave out --max-seq-len, "
                 "--rows-per-step and --tokens-per-step."
+            )
+        alone = self.table or self.max_seq_len or self.rows_per_step or self.tokens_per_step
+        if self.branches is not None and alone:
+            raise click.UsageError(
+                "--branches compares a step of one group of rows: leave out --table, "
+                "--max-seq-len, --rows-per-step and --tokens-per-step."
             )
         if self.gpus is None and not self.table:
             raise click.UsageError("Missing option '--gpus'.")
@@ -138,6 +149,9 @@ def plan_command(model: str | None, **options: Any) -> None:
     check_model_config(config, LongContextConfig())
     check_not_fp8(model, config)
     job = asked.job(model, config)
+    if asked.branches is not None:
+        _say_group(job, *asked.branches, as_json=asked.as_json)
+        return
     most = longest(job)
     results = [] if asked.max_seq_len else search(job)
     if asked.max_seq_len:
@@ -252,6 +266,18 @@ def _say_table(model: str | None, asked: PlanOptions) -> None:
         if asked.as_json
         else f"\n{fill(plan_table.LEGEND, 100, break_on_hyphens=False)}"
     )
+
+
+def _say_group(job: Job, count: int, own: int, *, as_json: bool) -> None:
+    from longctx_patch.cli import plan_group
+
+    found = plan_group.compare_group(job, count, own)
+    given = (job, count, own, found)
+    click.echo(
+        json.dumps(plan_group.as_json(*given), indent=1) if as_json else plan_group.render(*given)
+    )
+    if not found:
+        raise click.exceptions.Exit(1)
 
 
 def _say_longest(job: Job, most: int, *, as_json: bool) -> None:

@@ -65,7 +65,7 @@ def as_json(results: Sequence[Result], max_seq_len: int) -> dict[str, Any]:
 def render(results: Sequence[Result], max_seq_len: int, reach: int | None = None) -> str:
     """The best candidates as a table, the components of the best, and why others don't fit."""
     job = results[0].job
-    fitting = _fastest_of_each([result for result in results if result.fits])
+    fitting = fastest_of_each([result for result in results if result.fits])
     how = f"LoRA of rank {job.lora_rank} (--full: every weight)" if job.lora else "every weight"
     where = "sharded over all GPUs" if job.num_shards > 1 else "a whole copy on each GPU"
     how += f", loaded in {job.dtype}, {where}"
@@ -105,11 +105,7 @@ def render(results: Sequence[Result], max_seq_len: int, reach: int | None = None
             f"The model as published reaches {reach:,}: scale its RoPE with `longctx patch "
             "--rope`, which also replaces a scaling that it has."
         ]
-    if job.shape.num_windowed_layers:
-        lines += [
-            f"{job.shape.num_windowed_layers} layers have a sliding window and are counted as full "
-            "attention: times are upper bounds."
-        ]
+    lines += window_note(job)
     if job.shape.num_recurrent:
         source = job.cluster.hardware.recurrent.source("delta rule")
         lines += [
@@ -119,7 +115,17 @@ def render(results: Sequence[Result], max_seq_len: int, reach: int | None = None
     return "\n".join(lines)
 
 
-def _fastest_of_each(results: Sequence[Result]) -> list[Result]:
+def window_note(job: Job) -> list[str]:
+    """Says what is not predicted of layers with a window."""
+    if not (number := job.shape.num_windowed_layers):
+        return []
+    return [
+        f"{number} layers have a sliding window and are counted as full attention: times are upper "
+        "bounds."
+    ]
+
+
+def fastest_of_each(results: Sequence[Result]) -> list[Result]:
     """Keep the first candidate of each sequence degree and checkpoint policy."""
     found: dict[tuple[int, str], Result] = {}
     for result in results:

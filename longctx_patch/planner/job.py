@@ -13,6 +13,7 @@ from longctx_patch.planner.recurrent_cost import RecurrencePrediction
 from longctx_patch.plans import Direction
 from longctx_patch.plans.generators.setting import Setting
 from longctx_patch.rules.names import did_you_mean
+from longctx_patch.sequence.documents import Documents
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +123,8 @@ class Job:
     shape: ModelShape
     cluster: Cluster
     seq_len: int
+    row: Documents | None = None
+    """The documents of a row; None: it is one."""
     lora: bool = False
     """Whether an adapter over a frozen model is trained, in place of every weight."""
     lora_rank: int = 16
@@ -178,10 +181,12 @@ class Job:
 
     @property
     def workload(self) -> Workload:
-        """The attention of one layer and one row, every token of which sees all before it."""
-        shape = self.shape
+        """The attention of one layer and one row."""
+        shape, row = self.shape, self.row
         return Workload(
             num_tokens=self.seq_len,
+            lengths=() if row is None else row.lengths,
+            parents=() if row is None else row.parents,
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,

@@ -207,7 +207,7 @@ def _best_way(job: Job, degree: int) -> Way:
 def _recurrent_work(job: Job) -> RecurrentWork | None:
     """The recurrence of one layer, if there is one."""
     shape = job.shape.recurrence
-    return None if shape is None else RecurrentWork(shape, Documents.one(job.seq_len))
+    return None if shape is None else RecurrentWork(shape, job.row or Documents.one(job.seq_len))
 
 
 def _of_way(job: Job, way: Way) -> Iterator[Result]:

@@ -305,7 +305,30 @@ BAD_TOKENS = {
     **dict.fromkeys(("1", "-3", "1.5", "1.0001k", "1025M"), RANGE),
     **dict.fromkeys(("", "K", "1kk", "1,5M", "1T", "1e400", "nan"), FORM),
 }
+
+
+def test_a_group_of_rows_is_compared_with_one_row_of_its_branches(run: Run, llama_8b: Path) -> None:
+    words = (llama_8b, "--gpus", "H200", "--seq-len", "30K", "--branches", "4x1K")
+    found = planned(run, *words)
+    assert (found["seq_len"], found["branches"]) == (30 * 1024, [4, 1024])
+    pairs = {each["checkpoint"]: each for each in found["compared"]}
+    assert set(pairs) >= {"auto", "attention", "offload", "full"}
+    assert {each["sp"] for each in found["compared"]} == {1}
+    for name in ("attention", "offload", "full"):
+        apart, once = pairs[name]["apart"], pairs[name]["once"]
+        assert apart["fits"]
+        # 120K tokens become 33K: at most so many times as fast.
+        assert 3 < apart["seconds"] / once["seconds"] < 120 / 33
+        assert once["peak_gib"] < apart["peak_gib"]
+    lines = run("plan", *words).stdout.splitlines()
+    assert "groups of 4 rows of 30,720 tokens that differ in their last 1,024, LoRA" in lines[0]
+    assert [line.split()[1] for line in lines[3 : 3 + len(pairs)]] == list(pairs)
+
+
 BAD_OPTIONS = {
+    "--seq-len 4K --branches 2": "write a number of branches and the tokens of each",
+    "--seq-len 4K --branches 2x4K": "2 branches of 4096 tokens of rows of 4096: two rows or more",
+    "--seq-len 4K --branches 2x1K --rows-per-step 4": "--branches compares a step of one group",
     "": "--seq-len: say how long rows are, or ask --max-seq-len",
     "--table --max-seq-len": "--table has the longest rows, each shared by all GPUs",
     "--max-seq-len --tokens-per-step 1M": "--tokens-per-step 1048576 without --seq-len",
