@@ -6,6 +6,7 @@ import pytest
 
 from docs.make_models import BELOW, PAGE, parts
 from longctx_patch.cli.plan import PlanOptions
+from longctx_patch.cli.plan_group import columns, compare_group, kind
 from longctx_patch.cli.plan_table import cell
 from longctx_patch.planner.named_models import NAMED
 
@@ -55,6 +56,21 @@ def test_the_page_of_one_card_says_what_is_predicted() -> None:
         memory = f"{short['peak_gib']:.1f} + {short['host_gib']:.0f}"
         row = f"{host_gib} | {longest['max_seq_len']:,} | {short['step_s']:.1f} | {memory}"
         assert f"| `{way}` | {row} |" in text
+
+
+def test_the_page_of_shared_beginnings_says_what_is_predicted() -> None:
+    text = (PAGE.parents[1] / "explanation/shared-beginnings.md").read_text(encoding="utf-8")
+    model, policies = NAMED["meta-llama/Llama-3.1-8B"], ("auto", "attention", "full")
+    written = re.findall(r"^\|.* \| `\w+` \| (.*) \|$", text, re.M)
+    for length, count, own in ((62_000, 2, 2_000), (31_000, 8, 1_000)):
+        job = PlanOptions(seq_len=length, gpus="2xH200").job(model.hub_name, model.config())
+        pairs = {kind(pair.once): pair for pair in compare_group(job, count, own)}
+        for name in policies:
+            _, _, *cells, faster = columns(pairs[2, name])
+            apart_s, apart_gib, once_s, once_gib = cells
+            found = f"{apart_s} s, {apart_gib} GiB | {once_s} s, {once_gib} GiB | {faster}"
+            assert written.pop(0) == found
+    assert not written
 
 
 def test_a_star_is_where_the_page_has_a_measured_run() -> None:

@@ -116,7 +116,7 @@ PROMPT, *GOES_ON = (
 GROUP: dict[str, Any] = {"input_ids": PROMPT, "branches": [{"input_ids": ids} for ids in GOES_ON]}
 GROUP["branches"][1]["labels"] = [*[-100] * 3, *GOES_ON[1][3:]]
 OTHER = {"input_ids": PROMPT[:9]}
-WITH_BRANCHES = ("llama", "mistral", "gpt_oss", "mixtral")
+WITH_BRANCHES = ("llama", "mistral", "gpt_oss", "mixtral", "qwen3_next")
 
 
 def exact_model(family: str) -> Any:
