@@ -157,13 +157,14 @@ def plan_command(model: str | None, **options: Any) -> None:
     if asked.max_seq_len:
         _say_longest(job, most, as_json=asked.as_json)
     else:
-        reach = reachable_length(config) if is_read else None
+        reach = reachable_length(config) if is_read else None  # not among the published sizes
         is_beyond = reach is not None and job.seq_len > reach
         kinds = possible_kinds(config)[0] if is_beyond else ()
         rope = "yarn" if "yarn" in kinds else next(iter(kinds), None)
         _say_candidates(asked, results, most, reach)
-        if is_read and not asked.as_json and any(result.fits for result in results):
-            click.echo(f"\nNext: {next_command(model, asked, results[0], rope)}")
+        if not asked.as_json and any(result.fits for result in results):
+            unread = "" if is_read else " (it says whether the length needs --rope)"
+            click.echo(f"\nNext{unread}: {next_command(model, asked, results[0], rope)}")
     if not (any(result.fits for result in results) if results else most):
         raise click.exceptions.Exit(1)
 
@@ -195,7 +196,8 @@ def next_command(model: str, asked: PlanOptions, best: "Result", rope: str | Non
     """
     from longctx_patch.recipes.models import base_of_adapter, weights_or_config
 
-    first, model = base_of_adapter(model) if asked.lora else ("", weights_or_config(model))
+    may_be_adapter = asked.lora and model not in NAMED
+    first, model = base_of_adapter(model) if may_be_adapter else ("", weights_or_config(model))
     job, way = best.job, best.candidate
     cluster, degree = job.cluster, way.sequence_degree
     words = ["longctx", "patch", model, "--gpus", str(cluster), "--seq-len", str(job.seq_len)]

@@ -2,7 +2,8 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -131,7 +132,7 @@ class Result:
 def search(job: Job) -> list[Result]:
     """All candidates: those that fit first, the fastest first; then those nearest to fitting."""
     results = [result for way in _ways(job) for result in _of_way(job, way)]
-    return sorted(results, key=_order)
+    return _ordered(results)
 
 
 def longest(job: Job, most: int = MOST_TOKENS) -> int:
@@ -155,8 +156,8 @@ def longest(job: Job, most: int = MOST_TOKENS) -> int:
 
 def fastest_shared(job: Job) -> Result | None:
     """The fastest candidate that fits in which all GPUs share each row, as in `longest`."""
-    results = _of_way(job, _best_way(job, job.cluster.num_gpus))
-    return min((result for result in results if result.fits), key=_order, default=None)
+    results = list(_of_way(job, _best_way(job, job.cluster.num_gpus)))
+    return next((result for result in _ordered(results) if result.fits), None)
 
 
 def _longest(job: Job, most: int, way: Way | None = None) -> int:
@@ -181,14 +182,24 @@ def usable_bytes(job: Job) -> float:
     return (1 - MARGIN) * (job.cluster.hardware.memory_bytes - CONTEXT_BYTES)
 
 
-def _order(result: Result) -> tuple[float, ...]:
-    """The sort key. Among equally fast results, those with states on the GPUs come first, then
-    those that take the least of the host, then those with the shortest step."""
-    if result.fits:
-        speed = -round(math.log(result.tokens_per_second_per_gpu) / TIE)
-        states_leave = result.candidate.offload_states
-        return 0, speed, states_leave, result.host_bytes, result.time.total
-    return 1, result.shortfall, result.memory.total
+def _ordered(results: Sequence[Result]) -> list[Result]:
+    """Those that fit, the fastest first, then those nearest to fitting. Results at most `TIE`
+    slower than the fastest, and then than the fastest of the others, count as equally fast: of
+    these, those with states on the GPUs come first, then those that take the least of the host,
+    then the fastest."""
+    fast = deque(sorted((result for result in results if result.fits), key=_slowness))
+    found: list[Result] = []
+    while fast:
+        limit, equal = (1 + TIE) * _slowness(fast[0]), list[Result]()
+        while fast and _slowness(fast[0]) <= limit:
+            equal.append(fast.popleft())
+        found += sorted(equal, key=lambda each: (each.candidate.offload_states, each.host_bytes))
+    nearest = (result for result in results if not result.fits)
+    return found + sorted(nearest, key=lambda each: (each.shortfall, each.memory.total))
+
+
+def _slowness(result: Result) -> float:
+    return 1 / result.tokens_per_second_per_gpu
 
 
 def _ways(job: Job) -> Iterator[Way]:

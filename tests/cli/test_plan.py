@@ -102,7 +102,7 @@ def test_text_has_a_table_its_parts_and_the_longest_row(run: Run, llama_8b: Path
 @pytest.mark.parametrize(
     ("options", "more"),
     [
-        ([], ["--rope", "yarn"]),
+        ([], ["--sequence-degree", "8", "--rope", "yarn"]),
         (["--full"], ["--sequence-degree", "8", "--rope", "yarn", "--full"]),
         (
             ["--rank", "8", "--also-train", "norms", "--rows-per-step", "6"],
@@ -202,7 +202,6 @@ def test_a_named_model_needs_no_network(run: Run, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("any_longest")
-@pytest.mark.usefixtures("any_longest")
 def test_a_named_model_is_planned_where_its_config_cannot_be_read(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,7 +213,8 @@ def test_a_named_model_is_planned_where_its_config_cannot_be_read(
     for more in ((), ("--json",), ("--max-seq-len",)):
         said = run(*words, *more)
         assert "by the model's published sizes" in said.stderr
-        assert "Next:" not in said.output
+        says_next = "\nNext (it says whether the length needs --rope): longctx patch Qwen/Qwen3-0.6B "
+        assert (says_next in said.output) == (not more)
     assert run(*words[:3], "1xH200-80", *words[4:]).exit_code == 1  # an H200 has 141 GB
     other = run("plan", "Qwen/Other", "--gpus", "1xA100", "--seq-len", "8K")
     assert other.exit_code == 1
