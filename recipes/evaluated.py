@@ -74,10 +74,15 @@ def find(target: str) -> Evaluated:
     if outputs := outputs_of(folder):
         return _of_run(folder, outputs)
     if (folder / ADAPTER_FILE).is_file():
-        return _with_adapter(folder, label=folder.resolve().name)
+        return _with_adapter(folder, label=_name_of(folder.resolve()))
     _require_weights(target)
     where = str(folder.resolve()) if folder.is_dir() else target
-    return Evaluated(model=where, label=Path(where).name, full=True)
+    return Evaluated(model=where, label=_name_of(Path(where)), full=True)
+
+
+def _name_of(model: Path) -> str:
+    """The folder's name, or that of the run in whose output it is, `RUN/training/final`."""
+    return model.parent.parent.name if model.parent.name == "training" else model.name
 
 
 def _of_run(folder: Path, outputs: Sequence[Path]) -> Evaluated:

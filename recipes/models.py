@@ -33,7 +33,7 @@ from longctx_patch.recipes.data.conversations import check_template
 from longctx_patch.rules.launched import flag
 
 from .also_train import adapter_options, prepare_copies
-from .run_record import WEIGHT_FILES
+from .run_record import PLAN_FILE, WEIGHT_FILES
 from .settings import DtypeName, ModelSettings, Settings
 
 BYTE_VOCABULARY = 258
@@ -362,6 +362,11 @@ def check_weights(model: str) -> None:
         raise ValueError(
             f"model folder {model!r} has an adapter, which is no model to train: `{command}` "
             "writes one with it, to be given in its place."
+        )
+    if (trained := folder / "training" / "final").is_dir() and (folder / PLAN_FILE).is_file():
+        raise ValueError(
+            f"model folder {model!r} is a run folder, in which a model was trained: give that, "
+            f"{str(trained)!r}."
         )
     if (file := weights_or_config(model)) != model:
         path = shlex.quote(file)

@@ -12,7 +12,6 @@ from longctx_patch.planner.model_shape import ModelShape
 from longctx_patch.planner.recurrent_cost import RecurrencePrediction
 from longctx_patch.plans import Direction
 from longctx_patch.plans.generators.setting import Setting
-from longctx_patch.rules.names import did_you_mean
 from longctx_patch.sequence.documents import Documents
 
 
@@ -89,10 +88,10 @@ def parse_cluster(text: str, host_gib: float | None = None) -> Cluster:
     name = _ALSO.get(name, name)
     if match is None or name not in MACHINES:
         known = ", ".join(name.upper() for name in MACHINES)
-        near = did_you_mean(name, (kind.upper() for kind in MACHINES))
         raise ValueError(
-            f"--gpus {text!r}: write a number and a kind, as 4xH200. Kinds: {known}.{near} For "
-            "processes on a CPU nothing is predicted: `longctx patch --gpus 2 --cpu`."
+            f"--gpus {text!r}: write a number and a kind, as 4xH200. Kinds: {known}. Plan "
+            "another card as the one that has its memory; its times differ. For processes on a CPU "
+            "nothing is predicted: `longctx patch --gpus 2 --cpu`."
         )
     hardware, count = MACHINES[name], int(match[1] or 1)
     per_node = hardware.gpus_per_node

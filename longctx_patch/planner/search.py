@@ -1,6 +1,5 @@
 """Every way worth trying to train a model on a cluster, with what it takes and whether it fits."""
 
-import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Sequence

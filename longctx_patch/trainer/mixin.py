@@ -4,6 +4,7 @@ Trainers stay what they are: the patched model takes the whole rows that they ba
 one process returns. The overrides here tell them of the ranks that share a sequence.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -71,6 +72,7 @@ from longctx_patch.trainer.record import (
 from longctx_patch.trainer.refusals import (
     accelerator_problems,
     argument_problems,
+    cut_by_default,
     explains_missing_logits,
     refuse_shards,
     require_mixin_first,
@@ -201,6 +203,8 @@ class LongContextTrainerMixin(
         refuse_together(number_problems(self.args, TrainingArguments))
         refuse_together(kept_problems(self.args, self._keep_every))
         refuse_together(argument_problems(self.args, config, num_processes() // degree))
+        if said := cut_by_default(self.args):
+            warnings.warn(said, stacklevel=2)
         settle_checkpointing(self.args, config)
         settle_reading(self.args, config)
         settle_generation(self.args, num_processes() // degree)

@@ -57,6 +57,18 @@ def argument_problems(args: Any, config: LongContextConfig, data_parallel: int) 
     yield from _exactness_problems(args, data_parallel)
 
 
+def cut_by_default(args: Any) -> str | None:
+    """Says that TRL cuts rows at a length that nobody may have set; None where it doesn't."""
+    field = getattr(type(args), "__dataclass_fields__", {}).get("max_length")
+    if field is None or args.max_length is None or args.max_length != field.default:
+        return None
+    return (
+        f"{type(args).__name__} has max_length={args.max_length}, TRL's default: longer rows are "
+        "cut there, and those left without anything to learn may be dropped. Set max_length=None "
+        "to keep rows whole."
+    )
+
+
 def _exactness_problems(args: Any, data_parallel: int) -> Iterable[str]:
     if args.neftune_noise_alpha is not None:
         yield (

@@ -95,8 +95,8 @@ class Template:
         if own is None:
             raise ValueError(
                 "the data is conversational, and the tokenizer has no chat template. Take the "
-                "instruction-tuned model's tokenizer (--tokenizer NAME), or put a "
-                "chat_template.jinja beside it."
+                "instruction-tuned model's tokenizer (--tokenizer NAME), or give a template "
+                "(--chat-template FILE)."
             )
         for text in own.values() if isinstance(own, dict) else [own]:
             check_template(text, _place_of_template(tokenizer))

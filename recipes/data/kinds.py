@@ -16,8 +16,9 @@ READERS: dict[str, Reader] = {
     **{".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"},
 }
 TABLE_FILES = (".parquet", ".arrow")
+_PACKED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".br", ".zip", ".7z", ".rar", ".tar", ".tgz")
 _UNREAD = (
-    *(".gz", ".bz2", ".xz", ".zst", ".lz4", ".br", ".zip", ".7z", ".rar", ".tar", ".tgz"),
+    *_PACKED,
     *(".tsv", ".xls", ".xlsx", ".ods", ".orc", ".avro", ".feather", ".db", ".sqlite"),
     *(".npy", ".npz", ".h5", ".hdf5", ".pkl", ".pickle", ".tfrecord", ".lance", ".mds"),
     *(".bin", ".safetensors", ".pt", ".pth", ".ckpt", ".onnx"),
@@ -47,9 +48,10 @@ def reader_of(file: Path) -> Reader:
             f"`longctx patch {shlex.quote(str(file))}` says how to convert it.{_LEAVE_OUT}"
         )
     if suffix in _UNREAD:
+        unpack = "Unpack it, or write" if suffix in _PACKED else "Write"
         raise BadRecord(
-            f"{file}: {suffix} files are not read. Unpack it, or write what is in it as .jsonl, "
-            f".csv, .parquet or text.{_LEAVE_OUT}"
+            f"{file}: {suffix} files are not read. {unpack} what is in it as .jsonl, .csv, "
+            f".parquet or text.{_LEAVE_OUT}"
         )
     reader = READERS.get(suffix, "text")
     _check_head(file, is_table=suffix in TABLE_FILES)

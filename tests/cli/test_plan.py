@@ -213,7 +213,9 @@ def test_a_named_model_is_planned_where_its_config_cannot_be_read(
     for more in ((), ("--json",), ("--max-seq-len",)):
         said = run(*words, *more)
         assert "by the model's published sizes" in said.stderr
-        says_next = "\nNext (it says whether the length needs --rope): longctx patch Qwen/Qwen3-0.6B "
+        says_next = (
+            "\nNext (it says whether the length needs --rope): longctx patch Qwen/Qwen3-0.6B "
+        )
         assert (says_next in said.output) == (not more)
     assert run(*words[:3], "1xH200-80", *words[4:]).exit_code == 1  # an H200 has 141 GB
     other = run("plan", "Qwen/Other", "--gpus", "1xA100", "--seq-len", "8K")
@@ -332,7 +334,7 @@ BAD_OPTIONS = {
     "": "--seq-len: say how long rows are, or ask --max-seq-len",
     "--table --max-seq-len": "--table has the longest rows, each shared by all GPUs",
     "--max-seq-len --tokens-per-step 1M": "--tokens-per-step 1048576 without --seq-len",
-    "--seq-len 4K --gpus 4xH300": "Did you mean 'H",
+    "--seq-len 4K --gpus 4xH300": "Plan another card as the one that has its memory",
     "--seq-len 4K --host-gib nan": "--host-gib nan: ",
     "--seq-len 4K --full --rank 8": "--rank 8 with --full: a rank is for an adapter. Use --lora",
     "--seq-len 4K --full --also-train norms": "every weight is trained",

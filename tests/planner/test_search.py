@@ -1,6 +1,5 @@
 """Which candidates the search tries and ranks first, which fit, and how long rows can be."""
 
-import math
 from dataclasses import replace
 from itertools import pairwise
 from unittest.mock import patch

@@ -99,6 +99,9 @@ def test_which_weights_a_run_stands_for(run: Path, base: Path) -> None:
     assert find(str(run / "training")).adapter.endswith("checkpoint-2")
     final = run / "training/final"
     assert (find(str(final)).model, find(str(final)).is_trained) == (str(base), True)
+    assert find(str(final)).label == "run"
+    with pytest.raises(ValueError, match=r"is a run folder, in which .* give that, '.*/final'"):
+        models.check_weights(str(run))
     (final / "config.json").unlink()  # as adapters trained elsewhere, which may be given a RoPE
     assert not find(str(final)).is_trained
     with pytest.raises(ValueError, match=r"an adapter, which is no model to train.*longctx merge"):

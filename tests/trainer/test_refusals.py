@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 import torch
 from accelerate.scheduler import AcceleratedScheduler
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+from trl import SFTConfig
 
 from longctx_patch import (
     LongContextConfig,
@@ -27,6 +29,7 @@ from longctx_patch.trainer import evaluation, refusals
 from longctx_patch.trainer.refusals import (
     accelerator_problems,
     argument_problems,
+    cut_by_default,
     trainer_problems,
 )
 from tests.hf.tiny import featured_model
@@ -268,3 +271,14 @@ def test_an_argument_that_went_is_refused_with_the_reason() -> None:
         ValueError, match=r"max_loss_spike is no setting any more\. .*skip_bad_steps"
     ):
         LongContextTrainer(long_context=RING, max_loss_spike=5.0)
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing")
+def test_rows_that_trl_cuts_by_default_are_told_of(tmp_path: Path) -> None:
+    def said(**given: Any) -> str | None:
+        return cut_by_default(SFTConfig(str(tmp_path), use_cpu=True, bf16=False, **given))
+
+    assert said(max_length=None) is None
+    assert said(max_length=4096) is None
+    assert "SFTConfig has max_length=1024, TRL's default: " in (said() or "")
+    assert cut_by_default(TrainingArguments(str(tmp_path), use_cpu=True)) is None
