@@ -283,7 +283,7 @@ def ours_options(settings: Row, job: Job) -> Row:
     return {
         "ulysses_degree": job.num_ranks,
         "checkpoint": settings["checkpoint"],
-        "share_prefixes": settings["share_prefixes"],
+        "share_prefixes": settings.get("share_prefixes", "off"),
     }
 
 
