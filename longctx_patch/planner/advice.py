@@ -57,8 +57,8 @@ def advice(used: Result) -> str:
         others = "use more GPUs" if job.lora else "train an adapter (--lora), or use more GPUs"
         return f"no row is predicted to fit on {job.cluster}: {others}, or a host with more memory"
     return (
-        f"the longest row predicted to fit on {job.cluster}, with all that `longctx plan` lists, "
-        f"has {most:,} tokens: shorten rows (--seq-len), or share each between more GPUs"
+        f"the longest row predicted to fit on {job.cluster} has {most:,} tokens, with what "
+        "`longctx plan` lists: shorten rows (--seq-len), or share each between more GPUs"
     )
 
 
