@@ -82,7 +82,8 @@ def find(target: str) -> Evaluated:
 
 def _name_of(model: Path) -> str:
     """The folder's name, or that of the run in whose output it is, `RUN/training/final`."""
-    return model.parent.parent.name if model.parent.name == "training" else model.name
+    run = model.parent.parent.name if model.parent.name == "training" else ""
+    return run or model.name  # a hub name has no folder before its owner
 
 
 def _of_run(folder: Path, outputs: Sequence[Path]) -> Evaluated:
