@@ -93,7 +93,7 @@ def run_loop(job: Job, model: PreTrainedModel, settings: Row) -> Row:
 
 def run_group(job: Job, model: PreTrainedModel, settings: Row) -> Row:
     """A plain loop over answers to one prompt, as GRPO's policy pass is: log-probabilities of each
-    answer's tokens in one pass, a loss of them, backward, and the optimizer's step."""
+    answer's tokens in one pass, a loss of them, backward, clipping, and the optimizer's step."""
     size, prompt = settings["rows"], settings["prompt"]
     drawn = random_row(size * settings["tokens"], job.shape.vocab_size, job.device)
     rows = drawn.view(size, settings["tokens"])
@@ -107,6 +107,7 @@ def run_group(job: Job, model: PreTrainedModel, settings: Row) -> Row:
         batch = {"input_ids": rows, "labels": labels}
         found = system._handle.token_log_probs(batch, model=system.model)
         system.backward((found * weights).sum() / (labels >= 0).sum())
+        system._accelerator.clip_grad_norm_(system.model.parameters(), 1.0)
         system.update()
         first = first if step else -float(found.detach().sum() / (labels >= 0).sum())
         clock.note()

@@ -78,7 +78,7 @@ def render(job: Job, count: int, own: int, found: Sequence[Compared]) -> str:
         f"differ in their last {own:,}, {how}."
     )
     if not found:
-        return f"{title}\n\nNothing fits, with the prompt once neither."
+        return f"{title}\n\nNothing fits, not even with what rows share computed once."
     return "\n".join(
         [title, "", *aligned([_HEADER, *map(columns, found)]), _MEANING, *window_note(job)]
     )

@@ -84,7 +84,8 @@ def texts_of(row: Documents) -> list[str]:
 
 
 def seen(row: Documents) -> Table:
-    """Whether what is before a token begins with the other one's text, or they share a document."""
+    """Says whether what is before a token begins with the other one's text, or they share a
+    document."""
     texts = texts_of(row)
     begins = [[bool(k) and q.startswith(k) for k in texts] for q in texts]
     return np.array(begins).reshape(len(texts), -1) | same_document(row.lengths, row.num_tokens)

@@ -74,16 +74,16 @@ class SharedTokens(NamedTuple):
     """`[B, L - 1]`: whether the token after each one has a label in this row."""
 
     def counted(self, held: Tensor, num_tokens: int) -> Tensor:
-        """Which of a rank's tokens, those at `held`, have a label: each once for every row that has
-        it, as in the loss of rows apart."""
+        """Returns those of a rank's tokens at `held` that have a label, each once for every row
+        that has it, as in the loss of rows apart."""
         local = torch.full((num_tokens,), -1)
         local[held] = torch.arange(len(held))
         mine = local[self.places[:, :-1][self.has_label]]
         return mine[mine >= 0]
 
     def alike(self, held: Tensor, num_tokens: int, *, by_row: bool) -> tuple[Tensor, list[int]]:
-        """Which of a rank's tokens, those at `held`, have a label; and how many of these in turn
-        have it in the same rows (`by_row`), or else in as many rows."""
+        """Returns those of a rank's tokens at `held` that have a label; and how many of these in
+        turn have it in the same rows (`by_row`), or else in as many rows."""
         has_label = torch.zeros(num_tokens, len(self.places), dtype=torch.bool)
         row, column = self.has_label.nonzero(as_tuple=True)
         has_label[self.places[row, column], row] = True

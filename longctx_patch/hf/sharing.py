@@ -68,7 +68,7 @@ class Sharing:
 
     @cached_property
     def _facts(self) -> tuple[ModelFacts, Counter[int | None]]:
-        """Of the model, and how many layers have each window."""
+        """Returns those of the model, and how many layers have each window."""
         facts = ModelFacts.of(self._model.config)
         return facts, Counter(facts.windows)
 

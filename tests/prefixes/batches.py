@@ -118,7 +118,7 @@ def _one_id() -> Shared:
 
 
 def _two_prompts() -> Shared:
-    """Of two conversations in turn, one of which begins with the id of padding."""
+    """Gives rows of two conversations in turn, one of which begins with the id of padding."""
     one, two, *answers = draw(9, 15, 9, 5, 6, 7, 8)
     starts = [[3, *one], two, [3, *one], two]
     rows = [[*a, 60 + n, *b] for n, (a, b) in enumerate(zip(starts, answers, strict=True))]

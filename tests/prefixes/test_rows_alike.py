@@ -55,7 +55,7 @@ def test_a_token_of_several_rows_counts_as_often_in_the_loss_of_a_router(family:
 
 @pytest.mark.parametrize("kept", [9, [3, -2, 20, 3, 15]])
 def test_logits_of_chosen_columns(kept: Any) -> None:
-    """Of which some belong to a token that rows share."""
+    """Some of the columns belong to a token that rows share."""
     batch, stock = BATCHES["tree"], featured_model("gemma2")
     columns = slice(-kept, None) if isinstance(kept, int) else torch.tensor(kept)
     kept = kept if isinstance(kept, int) else columns
@@ -106,7 +106,7 @@ def test_the_fields_of_trls_head(family: str) -> None:
 
 
 def test_documents_of_packed_rows_that_begin_alike() -> None:
-    """Of one row and of two, in which they are no neighbours."""
+    """They lie in one row, and in two, in which they are no neighbours."""
     one, two, three, four = (torch.tensor(row) for row in BATCHES["two prompts"].rows)
     for rows in ([[one, two, three, four]], [[one, two], [four, three]]):
         ids, positions = (

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -275,10 +276,9 @@ def test_an_argument_that_went_is_refused_with_the_reason() -> None:
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing")
 def test_rows_that_trl_cuts_by_default_are_told_of(tmp_path: Path) -> None:
-    def said(**given: Any) -> str | None:
-        return cut_by_default(SFTConfig(str(tmp_path), use_cpu=True, bf16=False, **given))
-
-    assert said(max_length=None) is None
-    assert said(max_length=4096) is None
-    assert "SFTConfig has max_length=1024, TRL's default: " in (said() or "")
+    asked = partial(SFTConfig, str(tmp_path), use_cpu=True, bf16=False)
+    assert cut_by_default(asked(max_length=None)) is None
+    assert cut_by_default(asked(max_length=4096)) is None
     assert cut_by_default(TrainingArguments(str(tmp_path), use_cpu=True)) is None
+    with pytest.warns(UserWarning, match=r"SFTConfig has max_length=1024, TRL's default: .*=None"):
+        make_trainer(Case("alone"), tmp_path, is_patched=True, args=asked())

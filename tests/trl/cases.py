@@ -88,7 +88,7 @@ def rows(kind: str, number: int, seed: int) -> list[dict[str, Any]]:
 
 
 def answers_in_turn(together: Sequence[tuple[str, ...]]) -> Iterator[dict[str, str]]:
-    """Of conversations of six answers, each of which goes on from the one before it."""
+    """Yields conversations of six answers, each of which goes on from the one before it."""
     so_far = ""
     for number, (opening, answer, _) in enumerate(together):
         so_far = so_far if number % 6 else opening

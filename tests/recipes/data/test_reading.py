@@ -364,7 +364,7 @@ def test_a_template_that_refuses_a_role() -> None:
 
 NO_MARKS = CHAT.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 TEMPLATES: dict[str, tuple[Callable[[], Any], str]] = {
-    "none": (lambda: words(None), "no chat template"),
+    "none": (lambda: words(None), "no chat template.*--chat-template FILE"),
     "no marks, and no turns": (
         lambda: words("{{ messages | length }} " + NO_MARKS),
         r"message 2 is not found: asked .*Put \{% generation",
