@@ -20,7 +20,8 @@ from step_job import largest, peak_bytes
 from systems import LEARNING_RATE, Job
 from systems.model import checkpoint_layers, make_model, random_row
 from systems.ours import Ours, launch_environment
-from torch import Tensor
+from systems.stock import Stock
+from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback
 
 from longctx_patch import LongContextConfig
@@ -29,6 +30,7 @@ from longctx_patch.planner.model_shape import shape_of
 WARM_UP_STEPS = 4
 """Until `checkpoint="auto"` has settled."""
 HEAD_TILE = 4096
+STOCK = {"kernel": "any", "checkpoint": "full", "liger": False}
 
 
 class StepClock(TrainerCallback):
@@ -91,9 +93,10 @@ def run_loop(job: Job, model: PreTrainedModel, settings: Row) -> Row:
     return clock.row(settings["rows"] * settings["tokens"], job.num_ranks) | {"first_loss": first}
 
 
-def run_group(job: Job, model: PreTrainedModel, settings: Row) -> Row:
+def run_group(job: Job, model: PreTrainedModel, settings: Row, *, is_peer: bool = False) -> Row:
     """A plain loop over answers to one prompt, as GRPO's policy pass is: log-probabilities of each
-    answer's tokens in one pass, a loss of them, backward, clipping, and the optimizer's step."""
+    answer's tokens in one pass, a loss of them, backward, clipping, and the optimizer's step. The
+    peer is the stock model, every layer checkpointed, with the head of GRPOTrainer."""
     size, prompt = settings["rows"], settings["prompt"]
     drawn = random_row(size * settings["tokens"], job.shape.vocab_size, job.device)
     rows = drawn.view(size, settings["tokens"])
@@ -101,13 +104,21 @@ def run_group(job: Job, model: PreTrainedModel, settings: Row) -> Row:
     alone = sum(loss_of_one_process(model, row[None], prompt) for row in rows) / size
     labels = rows.masked_fill(torch.arange(rows.shape[1], device=rows.device) < prompt, -100)
     weights = torch.linspace(-1, 1, size, device=rows.device)[:, None]
-    system = Ours(job, model, ours_options(settings, job))
+    if is_peer:
+        from trl.trainer.utils import add_fused_lm_head
+
+        add_fused_lm_head(model)
+    system = Stock(job, model, STOCK) if is_peer else Ours(job, model, ours_options(settings, job))
+    clip = nn.utils.clip_grad_norm_ if is_peer else system._accelerator.clip_grad_norm_
+    batch = {"input_ids": rows, "labels": labels}
     clock, first = StepClock(job.device), 0.0
     for step in range(WARM_UP_STEPS + settings["steps"]):
-        batch = {"input_ids": rows, "labels": labels}
-        found = system._handle.token_log_probs(batch, model=system.model)
+        if isinstance(system, Ours):
+            found = system._handle.token_log_probs(batch, model=system.model)
+        else:
+            found = model(**batch, fused_lm_head=True).log_probs
         system.backward((found * weights).sum() / (labels >= 0).sum())
-        system._accelerator.clip_grad_norm_(system.model.parameters(), 1.0)
+        clip(system.model.parameters(), 1.0)
         system.update()
         first = first if step else -float(found.detach().sum() / (labels >= 0).sum())
         clock.note()
@@ -241,8 +252,8 @@ def run_sft(job: Job, model: PreTrainedModel, settings: Row, *, is_peer: bool = 
     )
 
 
-def run_dpo(job: Job, model: PreTrainedModel, settings: Row) -> Row:
-    """TRL's DPOTrainer with a precomputed reference, over pairs of rows."""
+def run_dpo(job: Job, model: PreTrainedModel, settings: Row, *, is_peer: bool = False) -> Row:
+    """TRL's DPOTrainer with a precomputed reference, over pairs of rows; the peer is TRL's alone."""
     from accelerate import PartialState
     from datasets import Dataset, load_from_disk
     from trl import DPOConfig, DPOTrainer
@@ -259,6 +270,7 @@ def run_dpo(job: Job, model: PreTrainedModel, settings: Row) -> Row:
     texts = {"prompt": prompt, "chosen": answer, "rejected": answer[::-1]}
     pair = {name: f" {' '.join(text)}" for name, text in texts.items()}
     given = common_arguments(settings, job) | {"max_length": None}
+    more = {} if is_peer else {"long_context": ours_config(settings, job)}
     arguments = DPOConfig(**given, precompute_ref_log_probs=True)  # joins the processes
     config = model_config(settings["model"], settings["num_layers"], settings["tokens"])
     folder = given["output_dir"] + "-pairs"  # shared, since the reference is cached beside it
@@ -266,14 +278,14 @@ def run_dpo(job: Job, model: PreTrainedModel, settings: Row) -> Row:
         if job.rank == 0:
             Dataset.from_list([pair] * given["max_steps"]).save_to_disk(folder)
     return timed(
-        lambda clock: Ours(
+        lambda clock: (DPOTrainer if is_peer else Ours)(
             model=model,
             ref_model=make_model(config, job.device, model.dtype),
             args=arguments,
             train_dataset=load_from_disk(folder),
             processing_class=tokenizer(job.shape.vocab_size),
             callbacks=[clock],
-            long_context=ours_config(settings, job),
+            **more,
         ),
         2 * settings["tokens"],
         job,
@@ -316,6 +328,8 @@ SYSTEMS: dict[str, Callable[..., Row]] = {
     "sft": run_sft,
     "sft_context_parallel": lambda *given: run_sft(*given, is_peer=True),
     "dpo": run_dpo,
+    "dpo_stock": lambda *given: run_dpo(*given, is_peer=True),
+    "group_stock": lambda *given: run_group(*given, is_peer=True),
 }
 
 
