@@ -253,7 +253,7 @@ def run_sft(job: Job, model: PreTrainedModel, settings: Row, *, is_peer: bool = 
 
 
 def run_dpo(job: Job, model: PreTrainedModel, settings: Row, *, is_peer: bool = False) -> Row:
-    """TRL's DPOTrainer with a precomputed reference, over pairs of rows; the peer is TRL's alone."""
+    """TRL's DPOTrainer with a precomputed reference, over pairs of rows; the peer is TRL's."""
     from accelerate import PartialState
     from datasets import Dataset, load_from_disk
     from trl import DPOConfig, DPOTrainer
@@ -270,7 +270,7 @@ def run_dpo(job: Job, model: PreTrainedModel, settings: Row, *, is_peer: bool = 
     texts = {"prompt": prompt, "chosen": answer, "rejected": answer[::-1]}
     pair = {name: f" {' '.join(text)}" for name, text in texts.items()}
     given = common_arguments(settings, job) | {"max_length": None}
-    more = {} if is_peer else {"long_context": ours_config(settings, job)}
+    more: dict[str, Any] = {} if is_peer else {"long_context": ours_config(settings, job)}
     arguments = DPOConfig(**given, precompute_ref_log_probs=True)  # joins the processes
     config = model_config(settings["model"], settings["num_layers"], settings["tokens"])
     folder = given["output_dir"] + "-pairs"  # shared, since the reference is cached beside it
