@@ -54,7 +54,8 @@ def run_job(
 ) -> Ending:
     """Run a script in `num_processes` processes that find each other as under torchrun.
 
-    One process gets no such environment: Accelerate would wrap its model in DDP.
+    One process gets no such environment, since Accelerate would wrap its model in DDP, and sees
+    one GPU, since Trainer would copy its model to all.
 
     Args:
         script: of Python; its folder is on the path of its processes.
@@ -78,6 +79,9 @@ def run_job(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(get_free_port()),
     }
+    if num_processes == 1:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+        settings["CUDA_VISIBLE_DEVICES"] = visible.partition(",")[0]
     files = [logs.with_name(f"{logs.name}.rank{rank}.log") for rank in range(num_processes)]
     processes: list[subprocess.Popen[bytes]] = []
     try:

@@ -273,12 +273,15 @@ def run_dpo(job: Job, model: PreTrainedModel, settings: Row, *, is_peer: bool = 
     more: dict[str, Any] = {} if is_peer else {"long_context": ours_config(settings, job)}
     arguments = DPOConfig(**given, precompute_ref_log_probs=True)  # joins the processes
     config = model_config(settings["model"], settings["num_layers"], settings["tokens"])
-    folder = given["output_dir"] + "-pairs"  # shared, since the reference is cached beside it
+    # The ranks share it, and no other launch does: the reference's numbers are cached beside it,
+    # and rows that share their beginnings round otherwise than rows apart.
+    folder = f"{settings['lines']}.pairs"
     with PartialState().main_process_first():
         if job.rank == 0:
             Dataset.from_list([pair] * given["max_steps"]).save_to_disk(folder)
-    return timed(
-        lambda clock: (DPOTrainer if is_peer else Ours)(
+
+    def make(clock: StepClock) -> Any:
+        trainer = (DPOTrainer if is_peer else Ours)(
             model=model,
             ref_model=make_model(config, job.device, model.dtype),
             args=arguments,
@@ -286,10 +289,11 @@ def run_dpo(job: Job, model: PreTrainedModel, settings: Row, *, is_peer: bool = 
             processing_class=tokenizer(job.shape.vocab_size),
             callbacks=[clock],
             **more,
-        ),
-        2 * settings["tokens"],
-        job,
-    )
+        )
+        trainer.ref_model = None  # as TRL does once it has the numbers of one that it loaded
+        return trainer
+
+    return timed(make, 2 * settings["tokens"], job)
 
 
 def ours_options(settings: Row, job: Job) -> Row:

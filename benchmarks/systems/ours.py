@@ -86,7 +86,8 @@ def launch_environment(
     """The variables that `accelerate launch` exports for the FSDP2 settings of a run folder, in
     which all ranks share a sequence."""
     text = accelerate_yaml(num_ranks, num_ranks, fsdp=True, states_on_host=states_on_host)
-    settings = yaml.safe_load(text)["fsdp_config"]
-    settings["fsdp_reshard_after_forward"] = reshards
+    written = yaml.safe_load(text)
+    settings = written["fsdp_config"] | {"fsdp_reshard_after_forward": reshards}
     exported = {key.upper(): str(value) for key, value in settings.items()}
+    exported["ACCELERATE_MIXED_PRECISION"] = written["mixed_precision"]
     return {"ACCELERATE_USE_FSDP": "true", **exported}

@@ -170,7 +170,7 @@ class LongContextTrainerMixin(
             require_config(long_context, "long_context")
         self._long_context, self._watchdog = long_context, watchdog
         self._undo: list[Callable[[], None]] = []
-        self._contexts = ExitStack()
+        self._of_reference = ExitStack()
         self._reference: Any = None
         super().__init__(*args, **kwargs)
         try:
@@ -257,7 +257,7 @@ class LongContextTrainerMixin(
     def unpatch(self) -> None:
         """Give back the models as they were, with the weights that they have. Every process calls
         it. A model whose handle was given stays patched."""
-        self._contexts.close()
+        self._of_reference.close()
         while self._undo:
             self._undo.pop()()
 
@@ -276,12 +276,14 @@ class LongContextTrainerMixin(
     def ref_model(self, model: Any) -> None:
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         is_new = isinstance(base, PreTrainedModel) and model is not self._reference
+        if model is None:
+            self._of_reference.close()  # TRL lets go of it once its numbers are computed ahead
         if is_new and not isinstance(base, FSDPModule):  # then it was patched before
             handle = patch_reference(model, self._config)
             # By the same head, so that rounding cancels out of the policy's ratio to it.
             handle._rows.head_scores = scores_of(self)
-            self._undo.append(handle.unpatch)
-            self._contexts.enter_context(handle.sharing_evaluation())
+            self._of_reference.callback(handle.unpatch)
+            self._of_reference.enter_context(handle.sharing_evaluation())
             # TRL hashes whole weights before it computes all of a reference's numbers ahead, and
             # would else shard it as one unit, which each GPU gathers whole.
             ahead = getattr(self.args, "precompute_ref_log_probs", False)

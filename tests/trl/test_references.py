@@ -1,5 +1,7 @@
 """DPO's reference model, however it comes to be, and the policy that the layers run under."""
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +73,21 @@ def test_references_and_policies_are_those_of_the_config(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     featured_model("llama").save_pretrained(tmp_path / "model")
     run_launched(check_all, 2, str(tmp_path))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore:DPOConfig has max_length")
+def test_weights_of_a_reference_that_is_let_go_are_freed(tmp_path: Path) -> None:
+    """TRL lets go of one once its numbers are computed ahead."""
+    case = Case("dpo", "dpo", "pairs", {}, arguments={"precompute_ref_log_probs": True})
+    reference = featured_model("llama").eval()
+    given = {"train_dataset": Dataset.from_list(rows("pairs", 2, 1)), "ref_model": reference}
+    trainer = make_trainer(case, tmp_path, is_patched=True, model=featured_model("llama"), **given)
+    weights = weakref.ref(reference.lm_head.weight)
+    trainer.accelerator._models.remove(reference)  # under FSDP2 it isn't there
+    given.clear()
+    del reference
+    trainer.ref_model = None
+    gc.collect()
+    assert weights() is None
+    trainer.unpatch()
