@@ -6,12 +6,14 @@ Systems: `loop`, a plain loop over shards; `recipe`, the text recipe, whose line
 are its clock; `trainer`, LongContextTrainer over whole rows; `sft` and `dpo`, TRL's trainers with
 LongContextTrainerMixin; `sft_context_parallel`, SFTTrainer under Accelerate's context parallelism,
 the peer. `loop:2` takes two rows a step, as a pair of DPO is; `group:8` the log-probabilities of
-eight answers to one prompt. `dpo_stock` and `group_stock:8` are TRL's own, on one GPU. --prompt
-says how many tokens the rows of `dpo` and `group` begin alike with. A name may end in a checkpoint
-policy (`sft_context_parallel,offload` is TRL's long-context recipe), and then in `share_prefixes`
-(`dpo,auto,always`).
+eight answers to one prompt; `grpo:8` a step of GRPOTrainer over four such groups without their
+generation, and `grpo_by_prompt:8` with `group_by_prompt`. `dpo_stock` and `group_stock:8` are TRL's
+own, on one GPU. --prompt says how many tokens such rows begin alike with. A name may end in a
+checkpoint policy (`sft_context_parallel,offload` is TRL's long-context recipe), and then in
+`share_prefixes` (`dpo,auto,always`).
 The first loss of each has to be that of the stock model in one process on the same row (log 2 for
-DPO); otherwise it is wrong. Writes trainers.jsonl and trainers.md into --out.
+DPO, the first entropy for GRPO); otherwise it is wrong. Writes trainers.jsonl and trainers.md into
+--out.
 """
 
 import argparse

@@ -30,6 +30,8 @@ from longctx_patch.planner.model_shape import shape_of
 WARM_UP_STEPS = 4
 """Until `checkpoint="auto"` has settled."""
 HEAD_TILE = 4096
+PROMPTS = 4
+"""Of a step of GRPO, each in a micro-batch if their rows are together."""
 STOCK = {"kernel": "any", "checkpoint": "full", "liger": False}
 
 
@@ -59,8 +61,21 @@ class StepClock(TrainerCallback):
         return {**timing._asdict(), "tokens_per_s_per_gpu": speed, **peaks}
 
 
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits, labels, reduction="none")
+
+
+def entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return torch.distributions.Categorical(logits=logits).entropy()
+
+
 @torch.no_grad()
-def loss_of_one_process(model: PreTrainedModel, row: Tensor, first: int = 1) -> float:
+def loss_of_one_process(
+    model: PreTrainedModel,
+    row: Tensor,
+    first: int = 1,
+    loss_of: Callable[[Tensor, Tensor], Tensor] = cross_entropy,
+) -> float:
     """The stock model's mean loss over a row `[1, N]` from token `first` on, in the dtype of a
     mixed-precision step."""
     kind = row.device.type
@@ -70,7 +85,7 @@ def loss_of_one_process(model: PreTrainedModel, row: Tensor, first: int = 1) -> 
         total = torch.zeros((), device=row.device)
         for tile, wanted in zip(hidden.split(HEAD_TILE), labels.split(HEAD_TILE), strict=True):
             logits = model.get_output_embeddings()(tile).float()
-            total += torch.nn.functional.cross_entropy(logits, wanted, reduction="sum")
+            total += loss_of(logits, wanted).sum()
     return float(total / len(labels))
 
 
@@ -296,6 +311,56 @@ def run_dpo(job: Job, model: PreTrainedModel, settings: Row, *, is_peer: bool = 
     return timed(make, 2 * settings["tokens"], job)
 
 
+def run_grpo(job: Job, model: PreTrainedModel, settings: Row, *, by_prompt: bool = False) -> Row:
+    """TRL's GRPOTrainer over several prompts with answers that are drawn, not generated: a step is
+    what the policy computes. Its first `entropy` is compared, since its first loss is 0."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    from longctx_patch import LongContextTrainerMixin
+
+    size, start = settings["rows"], settings["prompt"]
+    tokens = random_row(PROMPTS * settings["tokens"], job.shape.vocab_size, job.device)
+    rows = tokens.view(PROMPTS, -1).clamp(min=2)
+    alone = [loss_of_one_process(model, row[None], start, entropy) for row in rows]
+
+    class Drawn(GRPOTrainer):
+        def _generate_single_turn(self, prompt_ids: list[Any], *_: Any) -> tuple[list[Any], None]:
+            numbers = torch.arange(len(prompt_ids)) % size
+            answers = {tuple(row[:start]): row[start:] for row in rows.tolist()}
+            found = [answers[tuple(ids)] for ids in prompt_ids]
+            return [
+                answer[number:] + answer[:number]
+                for answer, number in zip(found, numbers.tolist(), strict=True)
+            ], None
+
+    class Ours(LongContextTrainerMixin, Drawn):
+        pass
+
+    given = common_arguments(settings, job) | {"per_device_train_batch_size": size}
+    given |= {"gradient_accumulation_steps": PROMPTS, "num_generations": size}
+    given |= {"max_completion_length": settings["tokens"] - start}
+    prompts = [" ".join(f"t{token}" for token in row[:start].tolist()) for row in rows]
+    found = timed(
+        lambda clock: Ours(
+            model=model,
+            reward_funcs=lambda completions, **_: [
+                float(n % size) for n in range(len(completions))
+            ],
+            args=GRPOConfig(**given),
+            train_dataset=Dataset.from_dict({"prompt": prompts * given["max_steps"]}),
+            processing_class=tokenizer(job.shape.vocab_size),
+            callbacks=[clock],
+            group_by_prompt=by_prompt,
+            long_context=ours_config(settings, job),
+        ),
+        PROMPTS * size * settings["tokens"],
+        job,
+        "entropy",
+    )
+    return found | {"alone": sum(alone) / PROMPTS}
+
+
 def ours_options(settings: Row, job: Job) -> Row:
     return {
         "ulysses_degree": job.num_ranks,
@@ -316,11 +381,13 @@ def peers_axis(job: Job) -> Any:
     return ParallelismConfig(cp_size=job.num_ranks, cp_handler=handler)
 
 
-def timed(make: Callable[[StepClock], Any], tokens_per_step: int, job: Job) -> Row:
+def timed(
+    make: Callable[[StepClock], Any], tokens_per_step: int, job: Job, compared: str = "loss"
+) -> Row:
     clock = StepClock(job.device)
     trainer = make(clock)
     trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    losses = [entry[compared] for entry in trainer.state.log_history if compared in entry]
     return clock.row(tokens_per_step, job.num_ranks) | {"first_loss": losses[0]}
 
 
@@ -333,6 +400,8 @@ SYSTEMS: dict[str, Callable[..., Row]] = {
     "sft_context_parallel": lambda *given: run_sft(*given, is_peer=True),
     "dpo": run_dpo,
     "dpo_stock": lambda *given: run_dpo(*given, is_peer=True),
+    "grpo": run_grpo,
+    "grpo_by_prompt": lambda *given: run_grpo(*given, by_prompt=True),
     "group_stock": lambda *given: run_group(*given, is_peer=True),
 }
 

@@ -62,6 +62,7 @@ from longctx_patch.trainer.images import (
     settle_unused,
     unused_problems,
 )
+from longctx_patch.trainer.prompt_groups import PromptGroupsMixin, grouping_problems
 from longctx_patch.trainer.record import (
     format_problems,
     log_changes,
@@ -97,6 +98,7 @@ class LongContextTrainerMixin(
     EachForwardMixin,
     FiniteStepsMixin,
     GenerationMixin,
+    PromptGroupsMixin,
     _Trainer,
 ):
     """Trains a patched model with the numbers of one process.
@@ -119,6 +121,9 @@ class LongContextTrainerMixin(
             checkpoints are marked.
         skip_bad_steps: how many steps may be left out of training because their loss or gradient is
             not finite, in all. One more ends it, and nothing of such a step is saved.
+        group_by_prompt: bring rows of one prompt together in the micro-batches of a step, so that
+            they share it; GRPOTrainer and RLOOTrainer shuffle them apart. Each step keeps its rows
+            and its loss. Logged means over micro-batches (`entropy`, `kl`) weigh them as they are.
         sentinel_every: steps between comparisons of the sharded model with one rank alone, on the
             beginning of the first row of `train_dataset`; 0 for never.
         args, kwargs: passed on to the trainer.
@@ -154,6 +159,7 @@ class LongContextTrainerMixin(
         long_context: LongContextConfig | PatchHandle,
         skip_bad_steps: int = 0,
         sentinel_every: int = 0,
+        group_by_prompt: bool = False,
         keep_every: int = 0,
         save_in_background: bool = False,
         watchdog: Watchdog | None = None,
@@ -165,6 +171,7 @@ class LongContextTrainerMixin(
             warn_untested(["trl"])
         let_segments_grow()
         self._skip_bad_steps, self._sentinel_every = skip_bad_steps, sentinel_every
+        self._group_by_prompt = group_by_prompt
         self._keep_every, self._save_in_background = keep_every, save_in_background
         if not isinstance(long_context, PatchHandle):
             require_config(long_context, "long_context")
@@ -177,6 +184,8 @@ class LongContextTrainerMixin(
             refuse_together(trainer_problems(self, self._config))
             refuse_together(generation_problems(self, self._config.sequence_degree))
             refuse_together(router_problems(self))
+            if group_by_prompt:
+                refuse_together(grouping_problems(self, self._config))
             refuse_together(image_problems(self))
             if sentinel_every:
                 self.add_callback(SentinelCallback(self, sentinel_every))

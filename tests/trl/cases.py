@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,10 @@ class Case:
     """More arguments where the model is patched: those of FSDP2."""
     layers: int = 1
     model: dict[str, Any] = field(default_factory=dict)
+    mixin: dict[str, Any] = field(default_factory=dict)
+    """Arguments beside `long_context`."""
+    not_compared: tuple[str, ...] = ()
+    """Names in the log."""
 
 
 def write_rows(cases: Sequence[Case], folder: Path) -> None:
@@ -152,6 +157,8 @@ def train(case: Case, folder: Path, is_patched: bool, **given: Any) -> Trained:
         evaluated = trainer.evaluate()
     assert isinstance(trainer.model_wrapped, FSDPModule) == shards
     found = found_of(trainer, numbers(evaluated))
+    for entry, name in product(found.logged, case.not_compared):
+        entry.pop(name, None)
     if is_patched:
         trainer.unpatch()
     return found
@@ -163,7 +170,7 @@ def make_trainer(case: Case, folder: Path, is_patched: bool, **given: Any) -> An
     options, usual = case.arguments, dict[str, Any]()
     if is_patched:
         cls = type("Patched", (LongContextTrainerMixin, cls), {})
-        usual["long_context"] = LongContextConfig(**case.config)
+        usual |= case.mixin | {"long_context": LongContextConfig(**case.config)}
         options = options | case.sharding
     if "model" not in given:
         usual["model"] = model_of(case)

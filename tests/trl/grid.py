@@ -23,6 +23,7 @@ from tests.trl.test_trainers import (
     ALIKE,
     ALL_LOSSES,
     BEFOREHAND,
+    FOUR_ROWS,
     GENERATED,
     ONE_PAIR,
     PACKED,
@@ -40,7 +41,6 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "KTO": ("kto", "labelled", {}),
 }
 """Trainer, rows and arguments."""
-FOUR_ROWS = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
 BEGIN_ALIKE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "SFT of turns": ("sft", "turns", FOUR_ROWS),
     "DPO of all losses": ("dpo", "pairs", ALL_LOSSES),

@@ -36,6 +36,8 @@ PACKED, PADDING_FREE = (
 GENERATED = {"max_completion_length": 8, "num_generations": 4, "beta": 0.1, "max_steps": 4}
 TWO_EACH = GENERATED | {"num_generations": 2, "beta": 0.02}
 TWICE = GENERATED | {"num_iterations": 2, "top_entropy_quantile": 0.5}
+FOUR_ROWS = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
+GROUPED = GENERATED | THRICE | FOUR_ROWS
 ANSWERS = {"assistant_only_loss": True}
 ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 SHARDED = {copies: sharded(RING, "LlamaDecoderLayer", copies=copies) for copies in (1, 2)}
@@ -50,6 +52,16 @@ TWO = [
     Case("dpo of one pair", "dpo", "pairs", RING, arguments=ALL_LOSSES | ONE_PAIR),
     Case("kto", "kto", "labelled", ULYSSES, "qwen3"),
     Case("rloo", "rloo", "prompts", ULYSSES | ALIKE, "mistral", adapter=True, arguments=TWO_EACH),
+    Case(
+        "grpo by prompt",
+        "grpo",
+        "prompts",
+        RING | ALIKE,
+        adapter=True,
+        arguments=GROUPED,
+        mixin={"group_by_prompt": True},
+        not_compared=("entropy", "kl"),  # means of micro-batches, whose rows differ
+    ),
 ]
 FOUR = [
     Case("kto with adapters", "kto", "labelled", BOTH, adapter=True, arguments=BEFOREHAND),
