@@ -202,7 +202,7 @@ def decide_recurrence(
 ) -> RecurrentWay:
     """Returns what a config names. `auto` exchanges heads where states would travel and maps would
     be found: for delta rules, without a ring, on rows of `MANY_TOKENS` with fewer documents than
-    ranks. Mamba-2's maps cost little, and in a ring states travel by either way.
+    ranks, a document with its branches being one. Mamba-2's maps cost little, and in a ring states travel by either way.
 
     Every rank decides the same, since all see the same config, sizes and documents. Raises
     ValueError where the config asks for heads that can't be exchanged.
@@ -213,7 +213,7 @@ def decide_recurrence(
     if named != "auto":
         return named
     has_large_maps = shape.facts.map_numbers(shape.key_dim) > 1
-    pays = has_large_maps and len(documents.lengths) < ulysses
+    pays = has_large_maps and documents.begins.count(0) < ulysses
     is_long = documents.num_tokens >= MANY_TOKENS
     return "heads" if why is None and ring == 1 and pays and is_long else "states"
 

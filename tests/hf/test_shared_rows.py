@@ -122,7 +122,11 @@ WAYS: list[tuple[str, str, dict[str, Any]]] = [
         "right",
         {"ring_degree": 4, "layout": "zigzag", "checkpoint": "attention", "attention_kept": 0.5},
     ),
-    ("kimi_linear", "right", {"checkpoint": "attention"}),
+    (
+        "kimi_linear",
+        "right",
+        {"ulysses_degree": 2, "recurrent_exchange": "heads", "checkpoint": "attention"},
+    ),
     ("bamba", "right", {"ulysses_degree": 2, "ring_degree": 2, "recurrent_exchange": "heads"}),
     ("lfm2", "left", {"ring_degree": 3, "layout": "contiguous", "checkpoint": "attention"}),
 ]

@@ -85,6 +85,16 @@ def test_the_rule_takes_what_is_predicted_faster(
     assert taken < 1.2 * min(states, heads)
 
 
+@pytest.mark.parametrize("lengths", [(60000, 2768, 2768), (57344, *(1024,) * 8)])
+@pytest.mark.parametrize("ulysses", [2, 4])
+def test_a_document_with_branches_counts_once(lengths: tuple[int, ...], ulysses: int) -> None:
+    tree = Documents(lengths, sum(lengths), (-1, *(0,) * (len(lengths) - 1)))
+    config = LongContextConfig(ulysses_degree=ulysses)
+    states, heads = (way.seconds() for way in both_ways(config, QWEN, tree))
+    assert heads < states
+    assert decided(documents=tree, ulysses=ulysses) == "heads"
+
+
 def test_short_rows_take_states() -> None:
     assert decided(documents=Documents.one(2**15)) == "heads"
     assert decided(documents=Documents.one(2**15 - 4)) == "states"
