@@ -133,7 +133,7 @@ class LongContextConfig:
     the others where their number is odd); a single key-value head serves both halves of the query
     heads. Layers with a window keep it."""
 
-    share_prefixes: PrefixSharing = "off"
+    share_prefixes: PrefixSharing = "auto"
     """Whether whole rows of a batch that begin alike become one row with branches, in which each
     beginning is computed once (DPO pairs, GRPO groups, turns of a conversation). What the model
     returns is of the rows that were given, and so are gradients, router losses included. `always`:
