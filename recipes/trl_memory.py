@@ -2,6 +2,7 @@
 do where they don't."""
 
 import dataclasses
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -50,17 +51,29 @@ def _why_not(trainer: Any) -> str:
     return ""
 
 
+def told_apart(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows each of which begins with another token: those of another batch may share nothing, so
+    that they take more memory. The answers of a pair still share their prompt."""
+    return [
+        row
+        | {name: [number, *row[name][1:]] for name in ("prompt_ids", "input_ids") if name in row}
+        for number, row in enumerate(rows)
+    ]
+
+
 def check_longest(trainer: Any) -> None:
     """Rehearse a step of the longest rows, which every rank takes. Raises WillNotFit."""
     table, accelerator = trainer.train_dataset, trainer.accelerator
     if why := _why_not(trainer):
         accelerator.print(f"memory: not rehearsed, since {why}")
         return
-    rows = longest_row_first(table)[: trainer.args.per_device_train_batch_size]
+    shares = trainer.long_context_handle.config.share_prefixes != "off"
+    numbers = longest_row_first(table, shares=shares)[: trainer.args.per_device_train_batch_size]
+    rows = told_apart([dict(table[int(number)]) for number in numbers])
     model = trainer.model_wrapped.train()
 
     def loss() -> torch.Tensor:
-        batch = trainer._prepare_inputs(trainer.data_collator([dict(table[int(n)]) for n in rows]))
+        batch = trainer._prepare_inputs(trainer.data_collator([dict(row) for row in rows]))
         tokens = trainer._get_num_items_in_batch([batch], accelerator.device)
         with trainer.compute_loss_context_manager():
             found: torch.Tensor = trainer.compute_loss(model, batch, num_items_in_batch=tokens)

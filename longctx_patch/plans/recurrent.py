@@ -202,7 +202,8 @@ def decide_recurrence(
 ) -> RecurrentWay:
     """Returns what a config names. `auto` exchanges heads where states would travel and maps would
     be found: for delta rules, without a ring, on rows of `MANY_TOKENS` with fewer documents than
-    ranks, a document with its branches being one. Mamba-2's maps cost little, and in a ring states travel by either way.
+    ranks, of which one with its branches is one. Mamba-2's maps cost little, and in a ring states
+    travel by either way.
 
     Every rank decides the same, since all see the same config, sizes and documents. Raises
     ValueError where the config asks for heads that can't be exchanged.

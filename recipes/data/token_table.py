@@ -34,6 +34,7 @@ from datasets.config import DATASET_INFO_FILENAME
 from datasets.exceptions import DatasetGenerationError
 from filelock import FileLock
 
+from longctx_patch.hf.sharing import LEAST_SAVED
 from longctx_patch.recipes.data.losses import Losses
 from longctx_patch.recipes.data.readers import Part, records_of
 from longctx_patch.recipes.data.records import BadRecord, NoRecords, Record
@@ -237,14 +238,16 @@ def lengths_of(table: Dataset) -> np.ndarray:
     return total
 
 
-def longest_row_first(table: Dataset) -> np.ndarray:
+def longest_row_first(table: Dataset, *, shares: bool) -> np.ndarray:
     """The numbers of all rows, by the tokens that the model reads of each: of a pair those of the
-    prompt and the longer answer, as the shorter one is padded."""
+    prompt and the longer answer twice, as the shorter one is padded; or the prompt and both answers
+    once, if it `shares` what its rows begin with and that pays."""
     if "chosen_ids" in table.column_names:
         prompt, *answers = (
             column_lengths(table, f"{name}_ids") for name in ("prompt", "chosen", "rejected")
         )
-        lengths = prompt + np.maximum(*answers)
+        apart, once = 2 * (prompt + np.maximum(*answers)), prompt + sum(answers)
+        lengths = np.where(shares & (once < (1 - LEAST_SAVED) * apart), once, apart)
     else:
         lengths = column_lengths(table, "input_ids")
     return np.argsort(-lengths, kind="stable")

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from datasets import Dataset
 from torch import Tensor
 
 from longctx_patch.recipes import dpo, memory_report, rehearsal, sft, trl_memory
+from longctx_patch.recipes.data.token_table import longest_row_first
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.rehearsal import MemoryCallback
 from tests.memory.live_bytes import LiveBytes
@@ -107,7 +109,16 @@ def test_pairs_are_rehearsed_with_their_reference(
     dpo.main(settings("pairs", "out", full=full))
     ((found, _, shape),) = rehearsed
     assert found.fits
-    assert shape[0] == 4, "both answers of two pairs"
+    longest = (12 + 6 + 5, 7 + 6 + 3)
+    assert shape == (1, sum(longest) + 2 * 3)  # each answer ends with a token, and a prompt's last
+    # token is in both branches; the pairs share nothing with each other
+
+
+def test_pairs_that_share_their_prompt_have_it_once() -> None:
+    sizes = {"prompt_ids": (90, 10), "chosen_ids": (5, 60), "rejected_ids": (5, 60)}
+    table = Dataset.from_dict({name: [[1] * n for n in size] for name, size in sizes.items()})
+    assert longest_row_first(table, shares=False).tolist() == [0, 1]  # 190 and 140 tokens
+    assert longest_row_first(table, shares=True).tolist() == [1, 0]  # 100 and 130
 
 
 def test_where_transformers_runs_the_layers_nothing_is_rehearsed(
