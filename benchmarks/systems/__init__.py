@@ -57,6 +57,10 @@ class System(Protocol):
 
     model: nn.Module
     warm_up_steps: int
+    rows_at_once: int
+    """How many groups of ranks there are, each of which has the same row."""
+    learns_all: bool
+    """Whether every weight is trained, so that its gradient can be compared."""
 
     def load(self, row: Tensor) -> None:
         """Take the row for the next steps: `[1, N]`, whole and the same on every rank."""
@@ -89,6 +93,8 @@ class TorchTrained:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     warm_up_steps = 2
+    rows_at_once = 1
+    learns_all = True
     _accelerator: Any
     _row: Tensor
 

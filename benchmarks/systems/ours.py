@@ -4,7 +4,9 @@ Options: fields of LongContextConfig (`ulysses` and `ring` for the degrees), and
 liger, compile): what computes RMSNorm, SwiGLU and rotary embeddings; `reshard=false` keeps weights
 whole between forward and backward; `rows=true` gives the model whole rows, which it cuts in each
 step, in place of a shard that was cut before; `weights=bfloat16` keeps weights and the optimizer's
-states in bfloat16, as a run on one GPU does, in place of float32.
+states in bfloat16, as a run on one GPU does, in place of float32; `lora=true` trains an adapter.
+Where fewer ranks share a row than there are, each group of them has the same row; `shards` says
+which GPUs share weights: all (FSDP2), those of a row (HSDP), or none (DDP).
 """
 
 import dataclasses
@@ -22,6 +24,8 @@ from longctx_patch.memory.policies import POLICIES
 from longctx_patch.plugin import accelerate_yaml, close_accelerator, make_accelerator
 from systems import Job, TorchTrained, make_optimizer, take
 
+SHARDS = ("all", "row", "none")
+LORA_RANK = 16
 WEIGHTS = ("float32", "bfloat16")
 """What weights are kept in where they are sharded; they are used in bfloat16."""
 
@@ -38,27 +42,34 @@ class Ours(TorchTrained):
         weights = take({"weights": options.pop("weights", "float32")}, weights=WEIGHTS)["weights"]
         if weights == "bfloat16" and not job.shards_weights:
             raise ValueError("weights=bfloat16: weights that are not sharded keep their dtype.")
+        shards = take({"shards": options.pop("shards", "all")}, shards=SHARDS)["shards"]
+        is_sharded = job.shards_weights and shards != "none"
+        self.learns_all = not options.pop("lora", False)
         config = LongContextConfig(**{NAMES.get(key, key): x for key, x in options.items()})
         # Such a policy measures in the first steps, and decides after them.
         self.warm_up_steps = 4 if POLICIES[config.checkpoint].chooses_by_layer else 2
-        if config.sequence_degree != job.num_ranks:
+        self.rows_at_once, left = divmod(job.num_ranks, config.sequence_degree)
+        if left:
             raise ValueError(
                 f"{config.sequence_degree} ranks share a sequence, and {job.num_ranks} run: give "
-                "ulysses= and ring= that multiply to it."
+                "ulysses= and ring= that multiply to a part of it."
             )
-        if job.shards_weights:
+        if is_sharded:
             os.environ.update(launch_environment(job.num_ranks, reshards))
         self._accelerator = make_accelerator(
             config,
+            dp_replicate_size=self.rows_at_once if is_sharded and shards == "row" else None,
             mixed_precision=job.precision if weights == "float32" else "no",
             cpu=job.device.type == "cpu",
         )
         fuse_layers(model, layers)
+        if not self.learns_all:
+            model = with_adapter(model)
         self._handle = patch(model, config)
         self._collate = SequenceShardCollator(
             config, group_rank=self._handle.group_rank, pad_token_id=0
         )
-        optimizer = make_optimizer(model.parameters(), job.device)
+        optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad], job.device)
         self.model, self.optimizer = self._accelerator.prepare(model, optimizer)
 
     def load(self, row: Tensor) -> None:
@@ -78,6 +89,13 @@ class Ours(TorchTrained):
 
     def close(self) -> None:
         close_accelerator(self._accelerator)
+
+
+def with_adapter(model: PreTrainedModel) -> Any:
+    """The model with LoRA on all of its linear layers, as recipes put it there."""
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=LORA_RANK, target_modules="all-linear"))
 
 
 def launch_environment(
