@@ -86,7 +86,7 @@ def _sequences(whole: WholeRows) -> Iterator[_Sequence]:
         own = np.flatnonzero((labels != IGNORE_INDEX) & (labels != ids))
         for start, stop in pairwise(accumulate(row.lengths, initial=0)):
             later = own[np.searchsorted(own, start + 1) :]
-            most = min([stop - 1, *(later[:1] - 1)]) - start
+            most = min([stop - 1, *(later[:1] - 1).tolist()]) - start
             yield _Sequence(number, first + start, ids[start:stop], labels[start:stop], most)
 
 

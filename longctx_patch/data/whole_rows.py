@@ -83,12 +83,14 @@ class SharedTokens(NamedTuple):
 
     def alike(self, held: Tensor, num_tokens: int, *, by_row: bool) -> tuple[Tensor, list[int]]:
         """Returns those of a rank's tokens at `held` that have a label; and how many of these in
-        turn have it in the same rows (`by_row`), or else in as many rows."""
-        has_label = torch.zeros(num_tokens, len(self.places), dtype=torch.bool)
+        turn have it in the same rows (`by_row`), or else as often. A row of documents that begin
+        alike has it more than once."""
+        counts = torch.zeros(num_tokens, len(self.places), dtype=torch.int32)
         row, column = self.has_label.nonzero(as_tuple=True)
-        has_label[self.places[row, column], row] = True
-        labelled = has_label[held].any(1).nonzero()[:, 0]
-        rows = has_label[held[labelled]]
+        once = torch.ones_like(row, dtype=torch.int32)
+        counts.index_put_((self.places[row, column], row), once, accumulate=True)
+        labelled = counts[held].any(1).nonzero()[:, 0]
+        rows = counts[held[labelled]]
         _, sets, sizes = (rows if by_row else rows.sum(1, keepdim=True)).unique(
             dim=0, return_inverse=True, return_counts=True
         )

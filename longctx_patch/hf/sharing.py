@@ -94,4 +94,9 @@ class Sharing:
                     f"{name} drops out with p={module.p}, and would draw once for what rows share "
                     "(set it to 0, lora_dropout=0 for an adapter)"
                 )
+            if module.training and (alpha := getattr(module, "neftune_noise_alpha", None)):
+                return (
+                    f"neftune_noise_alpha={alpha} would draw once for what rows share, and scale "
+                    "the noise by the length of the joined row (leave it out)"
+                )
         return None

@@ -136,3 +136,10 @@ def test_counting_labels_of_shared_tokens() -> None:
     rows, sizes = shared.alike(torch.tensor([2, 1, 0]), 6, by_row=True)
     assert (rows.tolist(), sizes) == ([0, 1], [1, 1])
     assert shared.checksum() != shared._replace(places=shared.places.flip(0)).checksum()
+
+
+def test_lengths_are_numbers_of_python() -> None:
+    """One row learns another word than its next: layouts count the bits of lengths."""
+    ids = [1, 2, 3, 4]
+    joined, _ = join_alike(padded([ids, ids], [ids, [1, 2, 3, 7]])) or pytest.fail("none shared")
+    assert [type(length) for length in joined.lengths] == [int] * len(joined.lengths)

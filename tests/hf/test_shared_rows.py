@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from transformers.integrations.neftune import activate_neftune
 
 from longctx_patch import LongContextConfig, PatchHandle, patch
 from longctx_patch.hf.sharing import CannotShareError
@@ -190,10 +191,17 @@ def with_dropout() -> Any:
     return get_peft_model(featured_model("llama"), LoraConfig(lora_dropout=0.1)).train()
 
 
+def with_noise() -> Any:
+    model = featured_model("llama")
+    activate_neftune(model, 5.0)
+    return model
+
+
 CANNOT: list[tuple[Any, dict[str, Any], str]] = [
     (lambda: featured_model("llama"), {"mask": causal}, "patched with mask="),
     (lambda: featured_model("llama4_text"), {}, "chunks of 7 tokens attend by themselves"),
     (with_dropout, {}, r"lora_A|lora_dropout.default drops out with p=0.1.*lora_dropout=0"),
+    (with_noise, {}, "neftune_noise_alpha=5.0 would draw once"),
 ]
 
 
@@ -210,7 +218,7 @@ def test_what_cannot_be_shared_is_refused_or_computed_apart(
     torch.manual_seed(0)
     with pytest.warns(UserWarning, match=f"Rows that begin alike are computed apart: .*({says})"):
         found = model(**GROUP).loss
-    patch(model := make(), LongContextConfig(), **options)
+    patch(model := make(), LongContextConfig(share_prefixes="off"), **options)
     torch.manual_seed(0)
     assert torch.equal(found, model(**GROUP).loss)
 

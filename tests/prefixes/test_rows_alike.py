@@ -116,6 +116,8 @@ def test_documents_of_packed_rows_that_begin_alike() -> None:
         given = {"input_ids": ids, "labels": ids.masked_fill(positions == 0, IGNORED)}
         given["position_ids"] = positions
         compare(featured_model("mistral"), given, weighs_tokens, config=TWO, outputs=FIELDS)
+        in_forward = partial(compare, scores=HeadScores, config=TWO, outputs=FIELDS[:2])
+        in_forward(featured_model("mistral"), given, loss_of_sum)
 
 
 def test_evaluation_and_plans_made_ahead() -> None:

@@ -17,7 +17,7 @@ from longctx_patch.trainer.prompt_groups import MicroBatch, grouping_problems, r
 from tests.trl.cases import Case, make_trainer, rows
 from tests.trl.test_trainers import GROUPED
 
-ALIKE = LongContextConfig(share_prefixes="auto")
+ALIKE = LongContextConfig()
 PROMPTS = ([5, 6, 7], [5, 6], [9])
 
 
@@ -93,7 +93,7 @@ def trainer(cls: Any = GRPOTrainer, **more: Any) -> Any:
     ("given", "config", "said"),
     [
         (trainer(SFTTrainer), ALIKE, "with SFTTrainer"),
-        (trainer(), LongContextConfig(), "share_prefixes='off'"),
+        (trainer(), LongContextConfig(share_prefixes="off"), "share_prefixes='off'"),
         (trainer(steps_per_generation=3), ALIKE, "rows of two generations"),
         (trainer(loss_type="bnpo"), ALIKE, "loss_type='bnpo'"),
         (trainer(loss_type="new"), ALIKE, "loss_type='new'"),
