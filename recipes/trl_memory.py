@@ -52,8 +52,8 @@ def _why_not(trainer: Any) -> str:
 
 
 def told_apart(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows each of which begins with another token: those of another batch may share nothing, so
-    that they take more memory. The answers of a pair still share their prompt."""
+    """Returns rows each of which begins with another token: those of another batch may share
+    nothing, and take more memory then. The answers of a pair still share their prompt."""
     return [
         row
         | {name: [number, *row[name][1:]] for name in ("prompt_ids", "input_ids") if name in row}

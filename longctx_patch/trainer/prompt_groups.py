@@ -23,7 +23,7 @@ else:
     _Trainer = object
 
 MicroBatch = Mapping[str, Any]
-"""What TRL keeps of one: tensors and lists of its rows, tensors without dimensions, and None."""
+"""TRL keeps tensors and lists of its rows, tensors without dimensions, and None."""
 
 _ADD_UP = frozenset({"grpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"})
 """Losses of GRPO that are sums over rows, each with a factor that no micro-batch changes."""
@@ -58,7 +58,7 @@ def grouping_problems(trainer: Any, config: LongContextConfig) -> Iterable[str]:
 
 
 def _reasons(trainer: Any) -> Iterable[str]:
-    """What of a trainer's loss is computed for each micro-batch by itself."""
+    """Says what makes a trainer's loss follow from who shares a micro-batch."""
     loss = getattr(trainer, "loss_type", "grpo")  # RLOO's is the mean over rows
     if loss not in _ADD_UP:
         yield f"loss_type={loss!r}"
@@ -71,7 +71,7 @@ def _reasons(trainer: Any) -> Iterable[str]:
 
 
 def regrouped(batches: Sequence[MicroBatch], per_step: int) -> list[MicroBatch]:
-    """The micro-batches with rows of one prompt side by side within each optimizer step.
+    """Returns the micro-batches with rows of one prompt side by side within each optimizer step.
 
     Args:
         batches: of one generation, in order, each with the same number of rows.

@@ -129,3 +129,12 @@ def test_micro_batches_of_a_trainer_have_one_prompt_each(tmp_path: Path) -> None
         trained.unpatch()
     assert found[True] == [1, 1, 1]
     assert max(found[False]) > 1
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")
+@pytest.mark.filterwarnings("ignore:SFTConfig has max_length")
+def test_the_trainer_refuses_when_it_is_made(tmp_path: Path) -> None:
+    case = Case("sft", "sft", "text", {}, mixin={"group_by_prompt": True})
+    table = Dataset.from_list(rows("text", 2, 1))
+    with pytest.raises(ValueError, match="only GRPOTrainer and RLOOTrainer"):
+        make_trainer(case, tmp_path, is_patched=True, train_dataset=table)
