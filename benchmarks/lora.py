@@ -22,7 +22,7 @@ from launch import end_with_children
 from launches import make_parser, run_all, run_launch
 from measure import Row
 from model_shapes import MODELS
-from report import Column, hardware, heading, is_ok, number, spread, table, write_lines
+from report import NOTE, Column, hardware, heading, is_ok, number, spread, table, write_lines
 from step import OUT_OF_MEMORY, without_packages
 
 NAMES = ("ours", "ours_fsdp2", "trainer", "sft", "unsloth")
@@ -37,7 +37,7 @@ COLUMNS = (
     number("reserved GiB", "peak_reserved_gib", "{:.1f}"),
     Column("first loss", lambda row: f"{row['losses'][0]:.4f}" if is_ok(row) else None),
     Column("worst gradient", lambda row: worst_gradient(row)),
-    Column("note", lambda row: None if is_ok(row) else f"{row['status']}: {row.get('reason')}"),
+    NOTE,
 )
 
 

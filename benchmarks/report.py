@@ -44,6 +44,10 @@ def is_ok(row: Row) -> bool:
     return bool(row["status"] == "ok")
 
 
+NOTE = Column("note", lambda row: None if is_ok(row) else f"{row['status']}: {row.get('reason')}")
+"""Says why a row was not timed."""
+
+
 def number(title: str, name: str, form: str, scale: float = 1.0) -> Column:
     """A column with the row's number of this name times `scale`; empty where it has none."""
 

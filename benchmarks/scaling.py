@@ -22,7 +22,7 @@ from launch import end_with_children
 from launches import check_all, make_parser, run_all, run_launch
 from measure import Row
 from model_shapes import MODELS, model_shape
-from report import Column, hardware, heading, is_ok, number, table, write_lines
+from report import NOTE, Column, hardware, heading, is_ok, number, table, write_lines
 from step import first_losses
 
 from longctx_patch import LongContextConfig
@@ -59,7 +59,7 @@ COLUMNS = (
     number("predicted GiB", "predicted_gib", "{:.1f}"),
     number("off", "peak_off", "{:+.1%}"),
     Column("first loss", lambda row: f"{row['losses'][0]:.4f}" if row.get("losses") else None),
-    Column("note", lambda row: None if is_ok(row) else f"{row['status']}: {row.get('reason')}"),
+    NOTE,
 )
 
 
@@ -105,9 +105,10 @@ def run_one(
 
 
 def predicted(count: int, system: str, arguments: argparse.Namespace, row: Row) -> Row:
-    """What the planner says of a run, and how far a measured row is from it."""
+    """What the planner says of a run, and how far that is from a measured row; nothing of HSDP,
+    which it doesn't know."""
     machine, options = this_machine(), options_of(system.partition(":")[2])
-    if machine is None or not is_ok(row):
+    if machine is None or not is_ok(row) or options.get("shards") == "row":
         return {}
     is_sharded = count > 1 and options.get("shards") != "none"
     job = Job(

@@ -22,6 +22,7 @@ from launches import check_all, make_parser, run_all, run_launch
 from measure import Row
 from model_shapes import MODELS
 from report import (
+    NOTE,
     Column,
     hardware,
     heading,
@@ -136,7 +137,7 @@ COLUMNS = (
     number("x best peer", "speedup_over_best_peer", "{:.2f}"),
     number("of floor", "share_of_floor", "{:.1%}"),
     Column("first loss", lambda row: f"{row['losses'][0]:.4f}" if row.get("losses") else None),
-    Column("note", lambda row: None if is_ok(row) else f"{row['status']}: {row.get('reason')}"),
+    NOTE,
 )
 
 

@@ -25,7 +25,7 @@ from launch import end_with_children
 from launches import make_parser, run_all, run_launch
 from measure import Row
 from model_shapes import MODELS
-from report import Column, hardware, heading, is_ok, number, spread, table, write_lines
+from report import NOTE, Column, hardware, heading, number, spread, table, write_lines
 
 DEFAULT = (
     "loop,auto",
@@ -48,7 +48,7 @@ COLUMNS = (
     number("peak GiB", "peak_allocated_gib", "{:.1f}"),
     number("first loss", "first_loss", "{:.4f}"),
     number("one process", "wanted", "{:.4f}"),
-    Column("note", lambda row: None if is_ok(row) else f"{row['status']}: {row.get('reason')}"),
+    NOTE,
 )
 
 

@@ -31,7 +31,7 @@ WARM_UP_STEPS = 4
 """Until `checkpoint="auto"` has settled."""
 HEAD_TILE = 4096
 PROMPTS = 4
-"""Of a step of GRPO, each in a micro-batch if their rows are together."""
+"""A step of GRPO has so many, each in a micro-batch of its own if its rows are together."""
 STOCK = {"kernel": "any", "checkpoint": "full", "liger": False}
 
 
@@ -324,15 +324,12 @@ def run_grpo(job: Job, model: PreTrainedModel, settings: Row, *, by_prompt: bool
     rows = tokens.view(PROMPTS, -1).clamp(min=2)
     alone = [loss_of_one_process(model, row[None], start, entropy) for row in rows]
 
+    answers = {tuple(row[:start]): row[start:] for row in rows.tolist()}
+
     class Drawn(GRPOTrainer):
         def _generate_single_turn(self, prompt_ids: list[Any], *_: Any) -> tuple[list[Any], None]:
-            numbers = torch.arange(len(prompt_ids)) % size
-            answers = {tuple(row[:start]): row[start:] for row in rows.tolist()}
-            found = [answers[tuple(ids)] for ids in prompt_ids]
-            return [
-                answer[number:] + answer[:number]
-                for answer, number in zip(found, numbers.tolist(), strict=True)
-            ], None
+            found = (answers[tuple(ids)] for ids in prompt_ids)
+            return [turned(answer, n % size) for n, answer in enumerate(found)], None
 
     class Ours(LongContextTrainerMixin, Drawn):
         pass
@@ -359,6 +356,11 @@ def run_grpo(job: Job, model: PreTrainedModel, settings: Row, *, by_prompt: bool
         "entropy",
     )
     return found | {"alone": sum(alone) / PROMPTS}
+
+
+def turned(answer: list[int], count: int) -> list[int]:
+    """The answer that begins `count` tokens later, with those at its end."""
+    return answer[count:] + answer[:count]
 
 
 def ours_options(settings: Row, job: Job) -> Row:

@@ -82,6 +82,18 @@ def test_a_step_of_ours_over_two_processes(tmp_path: Path) -> None:
     assert "ours 9" in wrong["reason"]
 
 
+def test_rows_side_by_side_count_each_and_an_adapters_gradients_are_not_compared(
+    tmp_path: Path,
+) -> None:
+    lines = tmp_path / "lines"
+    run_distributed(run_step_of_two, 2, step_settings("ours:lora=true", lines, {}))
+    timed = read_lines(lines)[0]
+    assert timed["tokens_per_s_per_gpu"] == pytest.approx(32 / timed["seconds"])
+    ((name, difference),) = timed["check"]["differences"].items()
+    assert name == "loss"
+    assert difference < 1e-4
+
+
 def test_flops_of_models_of_several_kinds_of_layers() -> None:
     """By hand, from the sizes of their layers. Of latent attention the planner knows too little."""
     mlp, compressed = 3 * 7168 * 18432, 7168 * (1536 + 512 + 64)
