@@ -116,7 +116,7 @@ def measure(
         **system.details(),
     }
     if settings["profile"]:
-        result["profile"] = profiled(lambda: one_step(system), system.model, job.device)
+        result["profile"] = profiled(lambda: one_step(system), job.device)
     return result
 
 

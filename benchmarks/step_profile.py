@@ -12,10 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from measure import Row, everyone
-from torch import nn
+
+from longctx_patch.loss.linear_head import LinearHead
 
 STEP = "benchmark step"
 IDLE = "idle"
@@ -129,28 +131,22 @@ def _with_ranges(events: Sequence[dict[str, Any]]) -> list[Activity]:
 
 
 @contextmanager
-def named(module: nn.Module, name: str) -> Iterator[None]:
-    """Record what `module.forward` starts in a `record_function` range of this name.
+def named_loss() -> Iterator[None]:
+    """Record what a patched model's head starts in a `record_function` range named loss.
 
-    This takes no hooks, since with hooks the head of a patched model would make full logits.
+    The head itself stays as it is: one with a hook or a forward of its own would make full logits.
     """
-    forward, own = module.forward, vars(module).get("forward")
+    walk = LinearHead.walk
 
-    def within(*args: Any, **kwargs: Any) -> Any:
-        with torch.profiler.record_function(name):
-            return forward(*args, **kwargs)
+    def within(*args: Any) -> Any:
+        with torch.profiler.record_function("loss"):
+            return walk(*args)
 
-    vars(module)["forward"] = within
-    try:
+    with patch.object(LinearHead, "walk", within):
         yield
-    finally:
-        if own is None:
-            del vars(module)["forward"]
-        else:
-            vars(module)["forward"] = own
 
 
-def profiled(step: Callable[[], object], model: nn.Module, device: torch.device) -> Row | None:
+def profiled(step: Callable[[], object], device: torch.device) -> Row | None:
     """One step's milliseconds by part on rank 0; None without a GPU.
 
     Collective: every rank runs two steps, of which the second counts. All ranks are recorded, since
@@ -163,8 +159,7 @@ def profiled(step: Callable[[], object], model: nn.Module, device: torch.device)
             step()
         return None
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    with named(head, "loss"), torch.profiler.profile(activities=activities) as profile:
+    with named_loss(), torch.profiler.profile(activities=activities) as profile:
         step()  # the profiler's own start is slow
         torch.cuda.synchronize()
         with torch.profiler.record_function(STEP):

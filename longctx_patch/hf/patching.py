@@ -28,6 +28,7 @@ from longctx_patch.hf.call.sharded import sharded_attention, with_whole_router_l
 from longctx_patch.hf.call.temperature import bind_temperature
 from longctx_patch.hf.handle import PatchHandle
 from longctx_patch.hf.layers.checkpointing import LayerCheckpoints
+from longctx_patch.hf.layers.lora_products import bind_adapters
 from longctx_patch.hf.layers.mlp_tiles import bind_mlps
 from longctx_patch.hf.loss.lm_head import LossPasses
 from longctx_patch.hf.loss.shard_loss import ShardLoss
@@ -157,6 +158,7 @@ def _bind(handle: PatchHandle, stock: str) -> None:
     handle._undo.append(bind_mixers(handle.model))
     handle._calls.first_step.note_forwards()
     handle._undo.append(bind_temperature(handle.model))
+    handle._undo.append(bind_adapters(handle.model))
     handle._undo.append(bind_mlps(handle.model, handle.config.mlp_tiles))
     handle._undo.append(handle._checkpoints.bind())
     handle._undo.append(handle._rows.bind(handle._calls, LossPasses(handle.model, loss)))

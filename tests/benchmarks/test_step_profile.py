@@ -7,6 +7,10 @@ import step_profile
 import torch
 from step_profile import Activity
 
+from longctx_patch import LongContextConfig, patch
+from longctx_patch.loss.linear_head import LinearHead
+from tests.hf.tiny import tiny_model
+
 PARTS_OF_KERNELS = {
     "pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel": "attention backward",
     "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16": "attention forward",
@@ -66,17 +70,16 @@ def test_every_instant_of_a_step_has_one_part() -> None:
     assert sum(parts.values()) == 100
 
 
-def test_a_named_range_leaves_no_trace_on_a_module() -> None:
-    layer = torch.nn.Linear(2, 2)
-    bound = vars(layer)["forward"] = lambda x: x + 1
-    with step_profile.named(layer, "loss"):
-        assert layer(1) == 2
-        assert not layer._forward_hooks, "a head with hooks makes full logits"
-    assert vars(layer)["forward"] is bound
-    del vars(layer)["forward"]
-    with step_profile.named(layer, "loss"):
-        assert layer(torch.ones(1, 2)).shape == (1, 2)
-    assert "forward" not in vars(layer)
+def test_a_profiled_step_computes_its_loss_in_chunks() -> None:
+    """The profile once gave the head a forward of its own, and measured full logits."""
+    model = tiny_model()
+    patch(model, LongContextConfig())
+    ids = torch.arange(8)[None]
+    with step_profile.named_loss(), torch.profiler.profile() as profile:
+        out = model(input_ids=ids, labels=ids)
+    assert out.logits is None
+    assert sum(event.name == "loss" for event in profile.events()) == 1
+    assert LinearHead.walk.__name__ == "walk"
 
 
 def test_a_trace_of_the_profiler() -> None:

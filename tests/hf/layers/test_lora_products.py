@@ -1,0 +1,257 @@
+"""LoRA in few products gives PEFT's numbers and gradients, with what PEFT's own code would keep or
+less, and leaves every other kind of layer to PEFT."""
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora.layer import Linear as LoraLinear
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from longctx_patch import LongContextConfig, patch
+from longctx_patch.hf.layers import lora_products
+from longctx_patch.hf.layers.lora_products import bind_adapters
+from tests.hf.tiny import tiny_model
+
+ROWS, INPUTS, OUTPUTS, RANK = 6, 24, 40, 4
+
+
+class Block(nn.Module):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(INPUTS, OUTPUTS, bias=bias)
+        self.second = nn.Linear(OUTPUTS, INPUTS, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def adapted(*, has_bias: bool = True, **options: Any) -> PeftModel:
+    torch.manual_seed(0)
+    given: dict[str, Any] = {"r": RANK, "lora_alpha": 6, "target_modules": ["first", "second"]}
+    model: Any = get_peft_model(Block(has_bias), LoraConfig(**given | options))
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(weight)
+    return model
+
+
+def numbers(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """Output, gradient of the input and of each weight, for a loss that tells outputs apart."""
+    x = x.clone().requires_grad_()
+    out = model(x)
+    out.backward(torch.linspace(-1, 1, out.numel()).cos().view_as(out).to(out.dtype))
+    found = {"out": out.detach(), "x": x.grad}
+    found |= {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    model.zero_grad()
+    return found
+
+
+def assert_same(model: nn.Module, x: Tensor, tolerance: float) -> None:
+    wanted = numbers(copy.deepcopy(model), x)
+    undo = bind_adapters(model)
+    found = numbers(model, x)
+    undo()
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert value is not None
+        assert found[name].dtype == value.dtype
+        error = (found[name] - value).abs().max() / value.abs().max()
+        assert error <= tolerance, name
+
+
+@pytest.fixture
+def applied(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts how often layers ran by few products."""
+    counts: Counter[str] = Counter()
+    apply = lora_products._LoraProducts.apply
+
+    def counted(*given: Any) -> Any:
+        counts["apply"] += 1
+        return apply(*given)
+
+    monkeypatch.setattr(lora_products._LoraProducts, "apply", counted)
+    return counts
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("shape", [(ROWS, INPUTS), (2, ROWS, INPUTS)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
+def test_numbers_of_peft(
+    has_bias: bool,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    tolerance: float,
+    applied: Counter[str],
+) -> None:
+    model = adapted(has_bias=has_bias).to(dtype)
+    x = torch.randn(shape, dtype=dtype)
+    assert_same(model, x, tolerance)
+    assert applied["apply"] == 2
+
+
+def test_no_tokens_at_all() -> None:
+    model = adapted()
+    bind_adapters(model)
+    out = model(torch.zeros(1, 0, INPUTS))
+    assert out.shape == (1, 0, INPUTS)
+    out.sum().backward()
+    assert all(float(p.grad.abs().sum()) == 0 for n, p in model.named_parameters() if "lora_" in n)
+
+
+def test_gradients_by_differences() -> None:
+    """Independent of PEFT: the function's own gradients against finite differences."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    x, down, up = draw(2, 3, 5).requires_grad_(), draw(2, 5).requires_grad_(), draw(4, 2)
+    weight, bias = draw(4, 5), draw(4)
+    up.requires_grad_()
+
+    def of(x: Tensor, down: Tensor, up: Tensor) -> Any:
+        return lora_products._LoraProducts.apply(x, weight, bias, down, up, 0.7)
+
+    assert torch.autograd.gradcheck(of, (x, down, up))
+    whole = x.detach() @ (weight + 0.7 * up @ down).T.detach() + bias
+    torch.testing.assert_close(of(x, down, up).detach(), whole)
+
+
+def test_autocast_rounds_as_peft_does(applied: Counter[str]) -> None:
+    """Adapters in float32 beside bfloat16, as PEFT makes them: products run in bfloat16."""
+    model = adapted()
+    for name, weight in model.named_parameters():
+        weight.data = weight.data if "lora_" in name else weight.data.to(torch.bfloat16)
+    exact = copy.deepcopy(model).double()
+    x = torch.randn(64, INPUTS).to(torch.bfloat16)
+    wanted = numbers(exact, x.double())
+    errors = []
+    for bind in (lambda _: None, bind_adapters):
+        bind(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = numbers(model, x)
+        assert found["out"].dtype == torch.bfloat16
+        assert found["base_model.model.first.lora_A.default.weight"].dtype == torch.float32
+        parts = [(found[n].double() - w).norm() / w.norm() for n, w in wanted.items()]
+        errors.append(torch.stack(parts))
+    assert applied["apply"] == 2
+    assert bool((errors[1] < 0.02).all())
+    assert bool((errors[1] < 1.5 * errors[0]).all())
+
+
+class Wide(TorchDispatchMode):
+    """Counts operations that write a tensor as large as a layer's input or output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        is_new = isinstance(out, Tensor) and not func.is_view
+        if is_new and out.ndim > 1 and out.shape[0] == 512 and out.shape[-1] >= INPUTS:
+            self.names[func.overloadpacket.__name__] += 1
+        return out
+
+
+def test_each_layer_writes_each_large_tensor_once_and_adds_once() -> None:
+    """Forward: a product and one that adds; backward: the same for the gradient of the input."""
+    model = adapted(has_bias=False)
+    bind_adapters(model)
+    x, grad = torch.randn(512, INPUTS, requires_grad=True), torch.ones(512, OUTPUTS)
+    with Wide() as wide:
+        model.base_model.model.first(x).backward(grad)
+    assert wide.names == {"mm": 2, "addmm_": 2}
+
+
+def test_the_input_is_kept_once_for_layers_that_share_it() -> None:
+    model = adapted(has_bias=False)
+    bind_adapters(model)
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    x, first = torch.randn(64, INPUTS, requires_grad=True), model.base_model.model.first
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = first(x) + first(x)
+    beside = {pointer: size for pointer, size in kept.items() if pointer not in weights}
+    assert sum(beside.values()) == 4 * 64 * (INPUTS + 2 * RANK)
+    assert out.requires_grad
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "dropout": {"lora_dropout": 0.5},
+    "DoRA": {"use_dora": True},
+    "bias of the adapter": {"lora_bias": True},
+    "trained bias": {"bias": "all"},
+    "trained base": {},
+    "two adapters": {},
+    "a hook": {},
+    "switched off": {},
+    "merged": {},
+    "dtypes that differ": {},
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_layers_run_as_peft_wrote_them(kind: str, applied: Counter[str]) -> None:
+    model, x = adapted(**OTHERS[kind]), torch.randn(ROWS, INPUTS)
+    first = model.base_model.model.first
+    if kind == "trained base":
+        for layer in (first, model.base_model.model.second):
+            layer.base_layer.weight.requires_grad_()
+    elif kind == "two adapters":
+        model.add_adapter("more", LoraConfig(r=2, target_modules=["first", "second"]))
+        model.base_model.set_adapter(["default", "more"])
+    elif kind == "a hook":
+        for layer in model.modules():
+            if isinstance(layer, LoraLinear):
+                layer.lora_A["default"].register_forward_hook(lambda *_: None)
+    elif kind == "switched off":
+        model.base_model.disable_adapter_layers()
+    elif kind == "merged":
+        model.merge_adapter()
+    elif kind == "dtypes that differ":
+        for layer in (first, model.base_model.model.second):
+            layer.base_layer.to(torch.float64)
+        x = x.double()
+    torch.manual_seed(1)
+    wanted = copy.deepcopy(model)(x)
+    bind_adapters(model)
+    torch.manual_seed(1)
+    is_fused = kind == "trained bias"  # the second layer has none
+    tolerance = 1e-5 if is_fused else 0.0
+    torch.testing.assert_close(model(x), wanted, rtol=tolerance, atol=tolerance)
+    assert applied["apply"] == is_fused
+
+
+def test_one_of_several_adapters_and_dropout_in_evaluation(applied: Counter[str]) -> None:
+    model, x = adapted(lora_dropout=0.5), torch.randn(ROWS, INPUTS)
+    model.add_adapter("more", LoraConfig(r=2, target_modules=["first"], init_lora_weights=False))
+    model.eval()
+    bind_adapters(model)
+    for name, layers in (("default", 2), ("more", 1)):
+        model.set_adapter(name)
+        applied.clear()
+        found = model(x)
+        assert applied["apply"] == layers
+        stock = model.merge_and_unload if name == "more" else copy.deepcopy(model).merge_and_unload
+        torch.testing.assert_close(found, stock()(x))
+
+
+def test_patch_binds_layers_and_unpatch_frees_them() -> None:
+    model = get_peft_model(tiny_model(), LoraConfig(target_modules="all-linear"))
+    layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
+    handle = patch(model, LongContextConfig())
+    assert layers
+    assert all("forward" in vars(layer) for layer in layers)
+    handle.unpatch()
+    assert not any("forward" in vars(layer) for layer in layers)
