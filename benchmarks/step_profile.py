@@ -151,7 +151,8 @@ def profiled(step: Callable[[], object], device: torch.device) -> Row | None:
 
     Collective: every rank runs two steps, of which the second counts. All ranks are recorded, since
     one that is slowed down by recording would make the others wait. `by_rank` has each rank's
-    milliseconds, `kernels` the kernels of rank 0 that take most time, to judge the table by. What
+    milliseconds, `kernels` the kernels of rank 0 that take most time, to judge the table by, `gaps`
+    the longest times in which nothing ran there. What
     the model's head runs in forward counts as loss: a chunked loss computes its gradients there.
     """
     if device.type != "cuda":
@@ -176,7 +177,23 @@ def profiled(step: Callable[[], object], device: torch.device) -> Row | None:
         "milliseconds": ranks[0],
         "by_rank": ranks,
         "kernels": _longest(found),
+        "gaps": gaps(found, start, stop),
     }
+
+
+def gaps(
+    activities: Sequence[Activity], start_us: float, stop_us: float, count: int = 10
+) -> list[Row]:
+    """The longest times within a step in which nothing ran, with what ran before and after."""
+    found, busy_until, before = list[Row](), start_us, "the step's start"
+    end = Activity("the step's end", stop_us, stop_us)
+    for activity in (*sorted(activities, key=lambda each: each.start_us), end):
+        idle = activity.start_us - busy_until
+        names = {"before": before[:120], "after": activity.name[:120]}
+        found.append({"milliseconds": idle / 1e3, "at": (busy_until - start_us) / 1e3, **names})
+        if activity.stop_us > busy_until:
+            busy_until, before = activity.stop_us, activity.name
+    return sorted(found, key=lambda row: -row["milliseconds"])[:count]
 
 
 def _longest(activities: Sequence[Activity], count: int = 40) -> list[Row]:

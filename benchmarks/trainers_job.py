@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -25,10 +26,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback
 
 from longctx_patch import LongContextConfig
+from longctx_patch.memory.policies import POLICIES
 from longctx_patch.planner.model_shape import shape_of
 
-WARM_UP_STEPS = 4
-"""Until `checkpoint="auto"` has settled."""
 HEAD_TILE = 4096
 PROMPTS = 4
 """A step of GRPO has so many, each in a micro-batch of its own if its rows are together."""
@@ -38,8 +38,10 @@ STOCK = {"kernel": "any", "checkpoint": "full", "liger": False}
 class StepClock(TrainerCallback):
     """Notes when each optimizer step ends, with what the device held until then."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.ends, self.peaks = device, list[float](), list[tuple[int, int]]()
+    def __init__(self, device: torch.device, steps: int) -> None:
+        """`steps`: how many steps count, the last ones."""
+        self.device, self.steps = device, steps
+        self.ends, self.peaks = list[float](), list[tuple[int, int]]()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self.note()
@@ -49,16 +51,22 @@ class StepClock(TrainerCallback):
             torch.cuda.synchronize()
         self.ends.append(perf_counter())
         self.peaks.append(peak_bytes(self.device))
-        if len(self.ends) == WARM_UP_STEPS and self.device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
 
     def row(self, tokens_per_step: int, num_ranks: int) -> Row:
-        """Seconds of the steps after the warm-up, on the slowest rank. Collective."""
-        mine = [b - a for a, b in zip(self.ends, self.ends[1:], strict=False)][WARM_UP_STEPS - 1 :]
+        """Seconds of the steps that count, on the slowest rank. Collective."""
+        mine = [after - before for before, after in pairwise(self.ends)][-self.steps :]
         timing = slowest([max(step) for step in zip(*everyone(mine), strict=True)])
         speed = tokens_per_step / timing.seconds / num_ranks
-        peaks = largest(self.peaks[WARM_UP_STEPS:])
+        peaks = largest(self.peaks[-self.steps :])
         return {**timing._asdict(), "tokens_per_s_per_gpu": speed, **peaks}
+
+
+def all_steps(settings: Row) -> int:
+    """How many steps are made: those that are timed, and before them a warm-up, which takes longer
+    where `checkpoint` has to settle."""
+    return int(settings["steps"]) + (4 if POLICIES[settings["checkpoint"]].chooses_by_layer else 2)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -97,8 +105,8 @@ def run_loop(job: Job, model: PreTrainedModel, settings: Row) -> Row:
     )
     batch = system._collate([{"input_ids": ids} for ids in row.cpu()])
     system._batch = {name: value.to(job.device) for name, value in batch.items()}
-    clock, first = StepClock(job.device), 0.0
-    for step in range(WARM_UP_STEPS + settings["steps"]):
+    clock, first = StepClock(job.device, settings["steps"]), 0.0
+    for step in range(all_steps(settings)):
         loss = system.loss()
         system.backward(loss)
         system._accelerator.clip_grad_norm_(system.model.parameters(), 1.0)
@@ -126,8 +134,8 @@ def run_group(job: Job, model: PreTrainedModel, settings: Row, *, is_peer: bool 
     system = Stock(job, model, STOCK) if is_peer else Ours(job, model, ours_options(settings, job))
     clip = nn.utils.clip_grad_norm_ if is_peer else system._accelerator.clip_grad_norm_
     batch = {"input_ids": rows, "labels": labels}
-    clock, first = StepClock(job.device), 0.0
-    for step in range(WARM_UP_STEPS + settings["steps"]):
+    clock, first = StepClock(job.device, settings["steps"]), 0.0
+    for step in range(all_steps(settings)):
         if isinstance(system, Ours):
             found = system._handle.token_log_probs(batch, model=system.model)
         else:
@@ -145,7 +153,8 @@ def run_recipe(job: Job, model: PreTrainedModel, settings: Row) -> Row:
     """The text recipe as `longctx train` starts it, timed from line to line of its metrics."""
     from longctx_patch.recipes import finetune, metrics
 
-    place, clock, losses = Path(settings["lines"]), StepClock(job.device), list[float]()
+    place, losses = Path(settings["lines"]), list[float]()
+    clock = StepClock(job.device, settings["steps"])
     own = place.with_suffix(f".{job.rank}")
     model.config.save_pretrained(own)
     # Beside a Qwen's config, transformers would take it for a Qwen's tokenizer.
@@ -158,7 +167,7 @@ def run_recipe(job: Job, model: PreTrainedModel, settings: Row) -> Row:
         "tokenizer": own / "words",
         "text": own / "text.txt",
     }
-    given |= {"seq-len": settings["tokens"], "max-steps": WARM_UP_STEPS + settings["steps"]}
+    given |= {"seq-len": settings["tokens"], "max-steps": all_steps(settings)}
     given |= {"learning-rate": LEARNING_RATE, "scheduler": "constant", "ulysses": job.num_ranks}
     given |= {"checkpoint": settings["checkpoint"], "output": place.with_suffix(".out")}
 
@@ -198,7 +207,7 @@ def common_arguments(settings: Row, job: Job) -> dict[str, Any]:
     return {
         "output_dir": str(Path(settings["lines"]).parent / "trainer"),
         "per_device_train_batch_size": 1,
-        "max_steps": WARM_UP_STEPS + settings["steps"],
+        "max_steps": all_steps(settings),
         "learning_rate": LEARNING_RATE,
         "lr_scheduler_type": "constant",
         "optim": "adamw_torch_fused" if job.device.type == "cuda" else "adamw_torch",
@@ -231,6 +240,7 @@ def run_trainer(job: Job, model: PreTrainedModel, settings: Row) -> Row:
         ),
         settings["tokens"],
         job,
+        settings,
     )
 
 
@@ -264,6 +274,7 @@ def run_sft(job: Job, model: PreTrainedModel, settings: Row, *, is_peer: bool = 
         ),
         settings["tokens"],
         job,
+        settings,
     )
 
 
@@ -308,7 +319,7 @@ def run_dpo(job: Job, model: PreTrainedModel, settings: Row, *, is_peer: bool = 
         trainer.ref_model = None  # as TRL does once it has the numbers of one that it loaded
         return trainer
 
-    return timed(make, 2 * settings["tokens"], job)
+    return timed(make, 2 * settings["tokens"], job, settings)
 
 
 def run_grpo(job: Job, model: PreTrainedModel, settings: Row, *, by_prompt: bool = False) -> Row:
@@ -353,6 +364,7 @@ def run_grpo(job: Job, model: PreTrainedModel, settings: Row, *, by_prompt: bool
         ),
         PROMPTS * size * settings["tokens"],
         job,
+        settings,
         "entropy",
     )
     return found | {"alone": sum(alone) / PROMPTS}
@@ -384,9 +396,13 @@ def peers_axis(job: Job) -> Any:
 
 
 def timed(
-    make: Callable[[StepClock], Any], tokens_per_step: int, job: Job, compared: str = "loss"
+    make: Callable[[StepClock], Any],
+    tokens_per_step: int,
+    job: Job,
+    settings: Row,
+    compared: str = "loss",
 ) -> Row:
-    clock = StepClock(job.device)
+    clock = StepClock(job.device, settings["steps"])
     trainer = make(clock)
     trainer.train()
     losses = [entry[compared] for entry in trainer.state.log_history if compared in entry]

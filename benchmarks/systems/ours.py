@@ -59,7 +59,7 @@ class Ours(TorchTrained):
         self._accelerator = make_accelerator(
             config,
             dp_replicate_size=self.rows_at_once if is_sharded and shards == "row" else None,
-            mixed_precision=job.precision if weights == "float32" else "no",
+            mixed_precision="no" if weights == "bfloat16" else self._precision(job),
             cpu=job.device.type == "cpu",
         )
         fuse_layers(model, layers)
@@ -71,6 +71,10 @@ class Ours(TorchTrained):
         )
         optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad], job.device)
         self.model, self.optimizer = self._accelerator.prepare(model, optimizer)
+
+    def _precision(self, job: Job) -> str:
+        """Adapters are float32 beside weights of any dtype."""
+        return job.precision if self.learns_all or job.device.type == "cpu" else "bf16"
 
     def load(self, row: Tensor) -> None:
         if self._gives_whole_rows:

@@ -70,6 +70,15 @@ def test_every_instant_of_a_step_has_one_part() -> None:
     assert sum(parts.values()) == 100
 
 
+def test_the_longest_gaps_of_a_step() -> None:
+    ran = [Activity("b", 4, 9), Activity("a", 1, 8), Activity("c", 8, 9), Activity("d", 12, 14)]
+    found = step_profile.gaps(ran, 0, 15, count=2)
+    assert [(row["before"], row["after"], row["milliseconds"]) for row in found] == [
+        ("b", "d", 3e-3),
+        ("the step's start", "a", 1e-3),
+    ]
+
+
 def test_a_profiled_step_computes_its_loss_in_chunks() -> None:
     """The profile once gave the head a forward of its own, and measured full logits."""
     model = tiny_model()

@@ -29,7 +29,7 @@ def test_a_first_loss_that_is_not_one_processes_is_wrong() -> None:
 
 
 def test_only_steps_after_the_warm_up_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, seconds = trainers_job.StepClock(torch.device("cpu")), [9.0] * 4 + [2.0, 3.0, 4.0]
+    clock, seconds = trainers_job.StepClock(torch.device("cpu"), 3), [9.0] * 4 + [2.0, 3.0, 4.0]
     ends = iter([sum(seconds[: step + 1]) for step in range(len(seconds))])
     monkeypatch.setattr(trainers_job, "perf_counter", lambda: next(ends))
     for _ in seconds:

@@ -122,7 +122,8 @@ class _LoraProducts(torch.autograd.Function):
             hidden if trains_down else None, low_NR if trains_up else None, weight, down, up
         )
         ctx.scaling = scaling
-        return out_NO.view(*hidden.shape[:-1], len(weight))
+        # A view would refuse to be changed in place, as a model's code may do with a result.
+        return torch.ops.aten._unsafe_view(out_NO, [*hidden.shape[:-1], len(weight)])
 
     @staticmethod
     @once_differentiable

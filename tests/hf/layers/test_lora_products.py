@@ -94,6 +94,14 @@ def test_numbers_of_peft(
     assert applied["apply"] == 2
 
 
+def test_a_result_can_be_changed_in_place() -> None:
+    """As Llama 4 does with its queries."""
+    model = adapted()
+    bind_adapters(model)
+    out = model.base_model.model.first(torch.randn(2, ROWS, INPUTS))
+    out.mul_(2).sum().backward()
+
+
 def test_no_tokens_at_all() -> None:
     model = adapted()
     bind_adapters(model)
@@ -153,7 +161,9 @@ class Wide(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **kwargs or {})
+        shares = {"detach", "_unsafe_view"}
         is_new = isinstance(out, Tensor) and not func.is_view
+        is_new = is_new and func.overloadpacket.__name__ not in shares
         if is_new and out.ndim > 1 and out.shape[0] == 512 and out.shape[-1] >= INPUTS:
             self.names[func.overloadpacket.__name__] += 1
         return out
