@@ -179,7 +179,7 @@ class Watch(TrainerCallback):
 
 
 def arguments_of(settings: Row, job: Job) -> dict[str, Any]:
-    return common_arguments({"steps": 0, **settings}, job) | {
+    return common_arguments({"checkpoint": "none", **settings}, job) | {
         "max_steps": len(lengths_of(settings)),
         "train_sampling_strategy": "sequential",
         "max_grad_norm": 0.0,  # no clipping: gradients are compared

@@ -71,10 +71,6 @@ def layer_bytes(job: Job, candidate: Candidate, kind: LayerShape) -> LayerBytes:
         # Adapters keep the inputs of their layers, which are there already, and tensors of their
         # rank in between.
         mixer += 7 * BF16 * job.lora_rank
-        if not job.fsdp:
-            # Adapters are float32: each converts its input, which autocast makes bfloat16 again.
-            mixer += 3 * hidden
-            passing += (FP32 + BF16) * shape.intermediate_size
     return LayerBytes(
         mixer=mixer,
         mlp=mlp if mlp_tiles == 1 else 0.0,

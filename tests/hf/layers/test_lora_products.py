@@ -265,3 +265,21 @@ def test_patch_binds_layers_and_unpatch_frees_them() -> None:
     assert all("forward" in vars(layer) for layer in layers)
     handle.unpatch()
     assert not any("forward" in vars(layer) for layer in layers)
+
+
+def test_a_step_never_walks_the_model_by_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters on 36 layers make 3,000 modules: `parameters()` held up each step by 17 ms."""
+    model = get_peft_model(tiny_model(), LoraConfig(target_modules="all-linear"))
+    patch(model, LongContextConfig(checkpoint="auto"))
+    given = {"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]}
+    model(**given).loss.backward()
+    walked: list[nn.Module] = []
+    walk = nn.Module._named_members
+
+    def noted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        walked.append(module)
+        return walk(module, *args, **kwargs)
+
+    monkeypatch.setattr(nn.Module, "_named_members", noted)
+    model(**given).loss.backward()
+    assert not walked
