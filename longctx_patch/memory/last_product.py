@@ -25,6 +25,17 @@ FORWARD, LINEAR = nn.Linear.forward, functional.linear
 """Torch's own functions, which some tools replace."""
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Says whether a hook sees what the module is given, or its results or gradients."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or any(getattr(torch_module, name) for name in GLOBAL_HOOKS)
+    )
+
+
 def is_plain(linear: object) -> bool:
     """Says whether the module runs `F.linear` on plain tensors that no hook sees."""
     return (
@@ -32,9 +43,7 @@ def is_plain(linear: object) -> bool:
         and (nn.Linear.forward, functional.linear) == (FORWARD, LINEAR)
         and "forward" not in vars(linear)
         and linear._compiled_call_impl is None
-        and not (linear._forward_hooks or linear._forward_pre_hooks)
-        and not (linear._backward_hooks or linear._backward_pre_hooks)
-        and not any(getattr(torch_module, name) for name in GLOBAL_HOOKS)
+        and not has_hooks(linear)
         and all(
             type(tensor) in (Tensor, nn.Parameter, type(None))
             for tensor in (linear.weight, linear.bias)

@@ -71,6 +71,11 @@ def layer_bytes(job: Job, candidate: Candidate, kind: LayerShape) -> LayerBytes:
         # Adapters keep the inputs of their layers, which are there already, and tensors of their
         # rank in between.
         mixer += 7 * BF16 * job.lora_rank
+        if job.dtype == "nf4":
+            # PEFT's own code, with float32 adapters: each converts its input, which autocast makes
+            # bfloat16 again.
+            mixer += 3 * hidden
+            passing += (FP32 + BF16) * shape.intermediate_size
     return LayerBytes(
         mixer=mixer,
         mlp=mlp if mlp_tiles == 1 else 0.0,

@@ -177,8 +177,9 @@ def _elementwise_bytes(job: Job, kind: LayerShape) -> float:
     """Bytes for each token that a layer's forward moves beside matrix products and its mixer's
     kernel: two norms, two residuals, SwiGLU, and what surrounds the kernel."""
     shape = job.shape
-    # An adapter reads a layer's input once more, and adds to its output.
-    adapters = 2 * BF16 * kind.linear_sides if job.lora else 0
+    # An adapter reads a layer's input once more, and adds to its output; in float32 beside weights
+    # of 4 bits.
+    adapters = (4 if job.dtype == "nf4" else 2) * BF16 * kind.linear_sides if job.lora else 0
     fusable, other = 10 * shape.hidden_size + 3 * shape.intermediate_size, 0.0
     if kind.recurrence is None:  # rotary embeddings, and heads
         fusable += 4 * shape.hidden_size + 2 * shape.num_kv_heads * shape.head_dim

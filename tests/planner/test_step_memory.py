@@ -77,6 +77,9 @@ def test_adapters_keep_tensors_of_their_rank_beside_the_layer() -> None:
     assert kept("4xH200", True) == kept("4xH200", False) + small
     assert kept("H200", True) == kept("H200", False) + small
     assert kept("H200", True, fsdp=False) == kept("H200", False) + small
+    in_4_bits = llama_job("H200", 2**17, lora=True, fsdp=False, dtype="nf4")
+    wide = layer_bytes(in_4_bits, candidate(), in_4_bits.shape.layers[0]).whole
+    assert wide == kept("H200", False) + small + 3 * 2 * 4096
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "attention", "offload", "full"])

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from longctx_patch.hf.layers.lora_experts import ExpertsForward
 from longctx_patch.memory.last_product import is_plain
 
 _HOME = "peft.tuners.lora.layer"
@@ -33,13 +34,19 @@ def bind_adapters(model: nn.Module) -> Callable[[], None]:
     """
     if (peft := sys.modules.get(_HOME)) is None:  # nobody has made such a layer
         return lambda: None
-    for module in model.modules():
-        if type(module) is peft.Linear and "forward" not in vars(module):
-            vars(module)["forward"] = LoraForward(module)
+    wrappers = [module for module in model.modules() if type(module) is peft.ParamWrapper]
+    within = {id(wrapper.base_layer) for wrapper in wrappers}
+    forwards: dict[nn.Module, LoraForward | ExpertsForward] = {
+        wrapper: ExpertsForward(wrapper) for wrapper in wrappers if id(wrapper) not in within
+    }
+    linear = (module for module in model.modules() if type(module) is peft.Linear)
+    forwards |= {layer: LoraForward(layer) for layer in linear}
+    for module, forward in forwards.items():
+        vars(module).setdefault("forward", forward)
 
     def restore() -> None:
         for module in model.modules():
-            if isinstance(vars(module).get("forward"), LoraForward):
+            if isinstance(vars(module).get("forward"), LoraForward | ExpertsForward):
                 del vars(module)["forward"]
 
     return restore

@@ -1,0 +1,119 @@
+"""LoRA on experts whose weights are one tensor `[E, ...]`, multiplied by its factors.
+
+PEFT adds `scaling * B A` of every expert to the weights in each forward, in the weights' dtype, and
+takes the gradient of the sum as a whole: a copy of all experts' weights kept for backward, a
+gradient of that size, and the work of training them. Here tokens go through the frozen weights and
+through the factors, as in the layers of `lora_products.py`.
+
+transformers' own code chooses experts, sorts tokens by them and adds up their results. It gets
+`_AdaptedWeight` in place of a weight, which knows one thing: to be multiplied.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from longctx_patch.memory.last_product import has_hooks
+
+GROUPED = "grouped_mm"
+"""What transformers calls experts' products over tokens that are sorted by expert."""
+_ALIGNED_BYTES = 16
+"""The bytes that a row of each factor is a multiple of, as torch's grouped product wants it."""
+
+
+@dataclass(eq=False)
+class ExpertsForward:
+    """Takes the place of the forward of experts' outermost wrapper."""
+
+    wrapper: Any
+
+    def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        weights = None if kwargs else _adapted_weights(self.wrapper)
+        if weights is None:
+            stock: Tensor = type(self.wrapper).forward(self.wrapper, hidden, *args, **kwargs)
+            return stock
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+        own = _Experts(self.wrapper.get_base_layer(), weights)
+        out: Tensor = ALL_EXPERTS_FUNCTIONS[GROUPED](own, hidden, *args)
+        return out
+
+
+class _Experts:
+    """The experts, with some weights adapted."""
+
+    def __init__(self, experts: Any, weights: dict[str, "_AdaptedWeight"]) -> None:
+        self._experts = experts
+        vars(self).update(weights)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._experts, name)
+
+
+class _AdaptedWeight:
+    """The sum of frozen weights and the products `left @ right` of each expert, never added up."""
+
+    def __init__(self, weight: Tensor, left: Tensor, right: Tensor) -> None:
+        """`[E, M, N]`, `[E, M, R]` and `[E, R, N]`."""
+        self.weight, self.left, self.right = weight, left, right
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.weight, name)
+
+    def transpose(self, first: int, second: int) -> "_AdaptedWeight":
+        """The last two dimensions exchanged."""
+        if {first, second} not in ({-1, -2}, {1, 2}):
+            raise ValueError(f"transpose({first}, {second}): experts stay the first dimension.")
+        return _AdaptedWeight(
+            self.weight.transpose(1, 2), self.right.transpose(1, 2), self.left.transpose(1, 2)
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, product: Callable[..., Tensor], _: Any, args: Any, kwargs: Any = None
+    ) -> Tensor:
+        """`product(x, weight, ...)`, which is linear in `weight`."""
+        hidden, adapted, *rest = args
+        if not isinstance(adapted, cls) or isinstance(hidden, cls):
+            raise TypeError(f"{product} of an adapted weight: it is the second factor of products.")
+
+        def times(given: Tensor, weight: Tensor) -> Tensor:
+            return product(given, weight, *rest, **(kwargs or {}))
+
+        low = times(hidden, adapted.left)
+        return times(hidden, adapted.weight) + times(low, adapted.right)
+
+
+def _adapted_weights(outermost: Any) -> dict[str, _AdaptedWeight] | None:
+    """By name; None where PEFT's own code has to run."""
+    experts = outermost.get_base_layer()
+    implementation = getattr(getattr(experts, "config", None), "_experts_implementation", None)
+    if implementation != GROUPED or getattr(experts, "_is_expert_parallel", True):
+        return None
+    if "forward" in vars(experts) or "parametrizations" in experts._modules or has_hooks(experts):
+        return None
+    found = {}
+    for wrapper in _wrappers(outermost):
+        names = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
+        weight = wrapper.get_param()
+        if wrapper.disable_adapters or wrapper.merged or len(names) != 1 or weight.ndim != 3:
+            return None
+        if weight.requires_grad or (wrapper is not outermost and has_hooks(wrapper)):
+            return None
+        left, right, scaling = wrapper.get_delta_factors(names[0])
+        if left.shape[-1] * left.element_size() % _ALIGNED_BYTES or left.dtype != weight.dtype:
+            return None
+        found[wrapper.parameter_name] = _AdaptedWeight(
+            weight, (left * scaling).contiguous(), right.contiguous()
+        )
+    return found
+
+
+def _wrappers(outermost: Any) -> Iterator[Any]:
+    """Each is around one weight, and around the next."""
+    wrapper = outermost
+    while type(wrapper) is type(outermost):
+        yield wrapper
+        wrapper = wrapper.base_layer
