@@ -37,7 +37,7 @@ def floor_s(
     shape: ModelShape, num_tokens: int, num_ranks: int, attention_s: float, rate: float
 ) -> float:
     """Seconds of a step; `attention_s` is of one layer, `rate` of matrix products in FLOP/s."""
-    linear_flops = 6 * shape.linear_weights * num_tokens / num_ranks
+    linear_flops = 6 * shape.active_weights * num_tokens / num_ranks
     return shape.num_layers * attention_s + linear_flops / rate
 
 

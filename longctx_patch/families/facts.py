@@ -14,6 +14,8 @@ DELTA_NET = "linear_attention"
 RECURRENT = frozenset({DELTA_NET, "mamba", "conv", "hybrid"})
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
+COUNTED_EXPERTS = ("mixtral", "qwen3_moe", "olmoe")
+"""Families whose experts are all there is of a layer's MLP."""
 _VARYING = ("num_kv_shared_layers", "hidden_size_per_layer_input")
 
 
@@ -68,6 +70,9 @@ class ModelFacts:
     """The bound of attention's scores, as in Gemma 2; None: no bound."""
     experts: str | None
     """The option that gives the number of experts, such as `num_experts=8`; None: no experts."""
+    are_counted: bool
+    """Whether experts are of a kind whose tensors the planner counts, one like the other in every
+    layer, and nothing else of the layer's MLP takes every token."""
     latent: str | None
     """The option that makes attention latent (MLA), such as `kv_lora_rank=512`; None: it isn't."""
     latent_dim: int | None
@@ -96,6 +101,8 @@ class ModelFacts:
             layers=tuple(_layer(config, number) for number in range(config.num_hidden_layers)),
             softcap=given(config, "attn_logit_softcapping"),
             experts=_experts(config),
+            are_counted=config.model_type in COUNTED_EXPERTS
+            and not any(_is_dense(config, layer) for layer in range(config.num_hidden_layers)),
             latent=f"kv_lora_rank={config.kv_lora_rank}" if is_latent(config) else None,
             latent_dim=_latent_dim(config),
             expansion=_expansion(config),
@@ -106,7 +113,8 @@ class ModelFacts:
     @property
     def unpredicted(self) -> str | None:
         """The option whose time and memory are not predicted, such as `num_experts=8`."""
-        return self.experts or self.latent or self.unmeasured or self.varied
+        experts = None if self.are_counted else self.experts
+        return experts or self.latent or self.unmeasured or self.varied
 
     @property
     def unmeasured(self) -> str | None:

@@ -192,6 +192,12 @@ class Job:
         )
 
     @property
+    def note(self) -> str:
+        """What a reader of a prediction has to know; empty if it is like those that were checked."""
+        experts = "never compared with a run of experts" if self.shape.has_experts else ""
+        return "; ".join(filter(None, (self.cluster.hardware.note, experts)))
+
+    @property
     def num_shards(self) -> int:
         """GPUs that share weights, gradients and optimizer."""
         return self.cluster.num_gpus if self.fsdp else 1
@@ -200,7 +206,7 @@ class Job:
     def step_flops(self) -> float:
         """FLOPs of a row, forward and backward, without recompute and frozen weights' gradients."""
         flops = self.shape.step_flops(self.seq_len)
-        frozen = self.shape.linear_weights if self.lora else 0
+        frozen = self.shape.active_weights if self.lora else 0
         frozen -= self.shape.head_weights if self.lora and self.trains_head else 0
         return flops - 2.0 * frozen * self.seq_len
 

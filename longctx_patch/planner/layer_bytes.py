@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from longctx_patch.kernels.run import parts_that_fit
 from longctx_patch.memory.policies import POLICIES, LayerPolicy
 from longctx_patch.planner.job import Candidate, Job
-from longctx_patch.planner.model_shape import LayerShape
+from longctx_patch.planner.model_shape import ExpertShape, LayerShape
 from longctx_patch.plans.recurrent import DELTA_CHUNK, RecurrentShape
 
-BF16, FP32 = 2, 4
+BF16, FP32, INDEX = 2, 4, 8
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,15 @@ def layer_bytes(job: Job, candidate: Candidate, kind: LayerShape) -> LayerBytes:
         mixer += _delta_net(kind.recurrence, candidate)
     mlp = shape.num_mlp_products * inner
     passing = inner + hidden
+    if kind.experts is not None:
+        mlp, passing = _experts(job, kind.experts)
     if not job.fused_layers:
         # Norms keep their input in float32 in place of the model's dtype, and also their output
         # before the weight. silu keeps its result; its gradient is beside the one that came in.
         mixer += in_norms * (3 if kind.has_wide_norms else 2)
-        mlp += inner * (shape.num_mlp_products - 2)
-        passing += inner * (shape.num_mlp_products - 2)
+        more = 0 if kind.experts is not None else inner * (shape.num_mlp_products - 2)
+        mlp += more
+        passing += more
     if job.lora:
         # Adapters keep the inputs of their layers, which are there already, and tensors of their
         # rank in between.
@@ -121,6 +124,24 @@ def mixer_gradients(job: Job, candidate: Candidate, kind: LayerShape, tokens: fl
     if kind.recurrence is None:
         return _attention_gradients(job, candidate, tokens)
     return _delta_net_gradients(kind.recurrence)
+
+
+def _experts(job: Job, experts: ExpertShape) -> tuple[float, float]:
+    """(kept, held in backward beside that) by transformers' grouped products, however tokens are
+    spread over experts: a token counts once for each expert that it goes through."""
+    hidden, inner = BF16 * job.shape.hidden_size, BF16 * experts.width
+    # The token as it is given to the expert; gate and up, silu, their product; the result before
+    # its weight, which the weight's gradient asks for.
+    kept = 2 * hidden + 4 * inner
+    if job.lora:  # what is between the two factors of an adapter, of both products
+        kept += 2 * BF16 * job.lora_rank
+    # Places of the token in three orders, its expert, and its weight.
+    kept += 4 * INDEX + BF16
+    # The router's probabilities, in float32.
+    probabilities = FP32 * experts.num_experts
+    # Gradients of the result, before and after the weight, and their product with it.
+    held = 3 * hidden
+    return experts.num_chosen * kept + probabilities, experts.num_chosen * held
 
 
 def _num_head_norms(job: Job, kind: LayerShape) -> int:

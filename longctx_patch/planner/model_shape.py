@@ -6,12 +6,12 @@ of a kind have equal sizes.
 
 import copy
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from longctx_patch.families.facts import RECURRENT, ModelFacts, text_config
+from longctx_patch.families.facts import COUNTED_EXPERTS, RECURRENT, ModelFacts, text_config
 from longctx_patch.families.recurrent_layers import recurrent_layers
 from longctx_patch.families.text_part import auto_class
 from longctx_patch.plans.recurrent import RecurrentShape
@@ -21,6 +21,22 @@ WIDE_NORMS = ("qwen3_next", "qwen3_5_text")
 """Families with recurrent layers whose stock norms multiply by their weight in float32."""
 
 
+@dataclass(frozen=True)
+class ExpertShape:
+    """The experts of a layer, all there is of its MLP: gate, up and down projection of each."""
+
+    num_experts: int
+    num_chosen: int
+    """How many of them a token goes through."""
+    width: int
+    """Numbers of a token inside of one."""
+
+    @property
+    def idle_share(self) -> float:
+        """The share of experts, and of their weights, that a token does not go through."""
+        return 1 - self.num_chosen / self.num_experts
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
     """A decoder layer. Weights are counted as numbers, not as bytes."""
@@ -28,9 +44,15 @@ class LayerShape:
     weights: int
     """All weights."""
     linear_weights: int
-    """Weights of matrix products."""
+    """Weights of matrix products, those of all experts included."""
     linear_sides: int
     """Inputs and outputs of the matrix products: the weights of an adapter of rank 1."""
+    expert_weights: int = 0
+    """Weights of all experts, among the linear ones."""
+    expert_sides: int = 0
+    """Inputs and outputs of all experts' products."""
+    experts: ExpertShape | None = None
+    """None: it has an ordinary MLP."""
     num_norms: int
     """How many norms over hidden states it has."""
     has_head_norms: bool = False
@@ -43,16 +65,31 @@ class LayerShape:
     recurrence: RecurrentShape | None = None
     """What it has in place of attention; None: it has attention."""
 
+    @property
+    def active_weights(self) -> float:
+        """Weights of the matrix products that a token goes through."""
+        return self.linear_weights - self._idle * self.expert_weights
+
+    @property
+    def active_sides(self) -> float:
+        """Inputs and outputs of these products."""
+        return self.linear_sides - self._idle * self.expert_sides
+
+    @property
+    def _idle(self) -> float:
+        return 0.0 if self.experts is None else self.experts.idle_share
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A dense decoder. Weights are counted as numbers, not as bytes."""
+    """A decoder. Weights are counted as numbers, not as bytes."""
 
     name: str
     layers: tuple[LayerShape, ...]
     """First to last."""
     hidden_size: int
     intermediate_size: int
+    """Numbers of a token inside of an ordinary MLP; 0 where layers have experts."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -60,7 +97,7 @@ class ModelShape:
     down_weights: int
     """Weights of the MLP's last product, which a recompute leaves out: nobody reads its result."""
     num_mlp_products: int
-    """How many matrix products of that size the MLP has: 3 with a gate, 2 without."""
+    """How many matrix products of that size the MLP has: 3 with a gate, 2 without, 0 for experts."""
     num_weights: int
     """Weights of the model; tied embeddings count once."""
     num_windowed_layers: int = 0
@@ -115,21 +152,30 @@ class ModelShape:
         return sum(number * kind.linear_weights for kind, number in self.kinds.items())
 
     @property
+    def active_weights_in_layers(self) -> float:
+        """Weights of all layers' matrix products that a token goes through."""
+        return sum(number * kind.active_weights for kind, number in self.kinds.items())
+
+    @property
+    def has_experts(self) -> bool:
+        return any(kind.experts is not None for kind in self.kinds)
+
+    @property
     def linear_sides(self) -> int:
         """The weights of an adapter of rank 1 beside every matrix product of the layers."""
         return sum(number * kind.linear_sides for kind, number in self.kinds.items())
 
     @property
-    def linear_weights(self) -> int:
-        """Weights of all layers' matrix products and of the head."""
-        return self.linear_weights_in_layers + self.head_weights
+    def active_weights(self) -> float:
+        """Weights of all layers' matrix products that a token goes through, and of the head."""
+        return self.active_weights_in_layers + self.head_weights
 
     def step_flops(self, num_tokens: int) -> float:
-        """FLOPs of one causal row, forward and backward, without recompute: 6 for each linear
+        """FLOPs of one causal row, forward and backward, without recompute: 6 for each active
         weight and token, 6 * num_tokens^2 * num_heads * head_dim for each layer with attention, and
         for each recurrence three times those of its chunked forward."""
         attention = self.num_attending * num_tokens**2 * self.num_heads * self.head_dim
-        flops = 6.0 * (self.linear_weights * num_tokens + attention)
+        flops = 6.0 * (self.active_weights * num_tokens + attention)
         if (recurrence := self.recurrence) is not None:
             flops += 3.0 * self.num_recurrent * num_tokens * recurrence.run_flops
         return flops
@@ -138,7 +184,7 @@ class ModelShape:
 def shape_of(config: Any, name: str) -> ModelShape:
     """Read the sizes from a transformers config.
 
-    Raises ValueError for experts, for latent attention, for recurrent layers that aren't gated
+    Raises ValueError for experts that aren't counted, for latent attention, for recurrent layers that aren't gated
     delta nets, and where layers have other sizes."""
     facts, recurrent = ModelFacts.of(config), recurrent_layers(config)
     recurrence = None if recurrent is None else recurrent.recurrence
@@ -150,24 +196,30 @@ def shape_of(config: Any, name: str) -> ModelShape:
             "measures."
         )
     found, num_outside = _layer_of_each_kind(config)
+    experts = _experts_of(config, next(iter(found.values())))
     wide = text_config(config).model_type in WIDE_NORMS
     shapes = {
-        is_recurrent: _shape_of_layer(layer, facts, recurrence if is_recurrent else None, wide)
+        is_recurrent: _shape_of_layer(
+            layer, facts, recurrence if is_recurrent else None, wide, experts
+        )
         for is_recurrent, layer in found.items()
     }
     layers = tuple(shapes[layer.kind in RECURRENT] for layer in facts.layers)
-    down_weights, mlp = facts.hidden_size * facts.intermediate_size, next(iter(found.values())).mlp
+    inner = 0 if experts is not None else facts.intermediate_size
+    down_weights, mlp = facts.hidden_size * inner, next(iter(found.values())).mlp
     return ModelShape(
         name=name,
         layers=layers,
         hidden_size=facts.hidden_size,
-        intermediate_size=facts.intermediate_size,
+        intermediate_size=inner,
         num_heads=facts.num_heads,
         num_kv_heads=facts.num_kv_heads,
         head_dim=facts.head_dim,
         vocab_size=facts.vocab_size,
         down_weights=down_weights,
-        num_mlp_products=sum(w.numel() for w in mlp.parameters() if w.ndim == 2) // down_weights,
+        num_mlp_products=0
+        if experts is not None
+        else sum(w.numel() for w in mlp.parameters() if w.ndim == 2) // down_weights,
         num_weights=num_outside + sum(layer.weights for layer in layers),
         num_windowed_layers=sum(reach.is_local for reach in facts.reaches),
     )
@@ -176,7 +228,7 @@ def shape_of(config: Any, name: str) -> ModelShape:
 def _known_instead_of(facts: ModelFacts, recurrent_kind: str) -> str:
     """Names what the planner knows in place of what the refused model has."""
     if facts.experts:
-        return "dense layers only, since what experts take depends on the router"
+        return f"dense layers and the experts of {', '.join(COUNTED_EXPERTS)}"
     if facts.latent:
         return "layers whose keys and values are projected from hidden states, not from a latent"
     if facts.unmeasured:
@@ -184,11 +236,24 @@ def _known_instead_of(facts: ModelFacts, recurrent_kind: str) -> str:
     return "layers that are alike"
 
 
+def _experts_of(config: Any, layer: Any) -> ExpertShape | None:
+    if not ModelFacts.of(config).are_counted:
+        return None
+    num_experts, _, width = layer.mlp.experts.down_proj.shape
+    return ExpertShape(num_experts, text_config(config).num_experts_per_tok, width)
+
+
 def _shape_of_layer(
-    layer: Any, facts: ModelFacts, recurrence: RecurrentShape | None, wide: bool
+    layer: Any,
+    facts: ModelFacts,
+    recurrence: RecurrentShape | None,
+    wide: bool,
+    experts: ExpertShape | None,
 ) -> LayerShape:
     # Two dimensions don't tell a linear weight: Cohere's norms of heads have two as well.
     linear = [part.weight for part in layer.modules() if hasattr(part, "in_features")]
+    stacks = [] if experts is None else [weight for weight in layer.parameters() if weight.ndim == 3]
+    linear += [] if experts is None else [layer.mlp.gate.weight]  # the router
     named = layer.named_modules()
     norms = [key for key, part in named if "norm" in type(part).__name__.lower()]
     head_norms = [key for key in norms if key.endswith(HEAD_NORMS)]
@@ -197,8 +262,11 @@ def _shape_of_layer(
     query = getattr(getattr(layer, "self_attn", None), "q_proj", None)
     return LayerShape(
         weights=sum(weight.numel() for weight in layer.parameters()),
-        linear_weights=sum(weight.numel() for weight in linear),
-        linear_sides=sum(sum(weight.shape) for weight in linear),
+        linear_weights=sum(weight.numel() for weight in linear + stacks),
+        linear_sides=sum(sum(weight.shape) for weight in linear) + _sides(stacks),
+        expert_weights=sum(weight.numel() for weight in stacks),
+        expert_sides=_sides(stacks),
+        experts=experts,
         num_norms=len(norms) - len(head_norms),
         has_head_norms=bool(head_norms),
         has_gate=query is not None
@@ -206,6 +274,11 @@ def _shape_of_layer(
         has_wide_norms=wide,
         recurrence=recurrence,
     )
+
+
+def _sides(stacks: Sequence[Any]) -> int:
+    """Inputs and outputs of the products of experts `[E, O, I]`."""
+    return sum(len(stack) * sum(stack.shape[1:]) for stack in stacks)
 
 
 def _layer_of_each_kind(config: Any) -> tuple[dict[bool, Any], int]:

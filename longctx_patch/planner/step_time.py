@@ -13,7 +13,7 @@ from longctx_patch.memory.policies import POLICIES, LayerPolicy
 from longctx_patch.planner.attention_cost import Prediction, predict
 from longctx_patch.planner.job import Candidate, Job, Parts
 from longctx_patch.planner.layer_bytes import BF16, FP32, checkpoint_bytes, layer_bytes
-from longctx_patch.planner.model_shape import LayerShape
+from longctx_patch.planner.model_shape import ExpertShape, LayerShape
 from longctx_patch.planner.recurrent_cost import recompute_under
 from longctx_patch.planner.step_memory import states
 from longctx_patch.plans import Direction
@@ -31,6 +31,11 @@ operators read and write bfloat16 and float32."""
 GATE_BYTES = 22
 """Bytes that the gate of an attention layer moves for each number of its queries: it and the
 queries are copied from one product, the sigmoid, attention's output copied, their product."""
+GROUPED_SHARE = 0.8
+"""Share of the rate of matrix products that those of experts reach where each has many tokens:
+assumed, and never measured."""
+GROUPED_ROWS = 128
+"""Tokens to which a kernel fills up the tokens of each expert: half of them on the average."""
 LOSS_BYTES = 10
 """Bytes that the softmax and its gradient move for each logit."""
 FSDP_BYTES = 24
@@ -103,6 +108,7 @@ def predict_time(job: Job, candidate: Candidate, tokens: float, attention: Atten
     forwards = job.forwards(candidate.sequence_degree)
     shape, machine = job.shape, job.cluster.hardware
     products_s = _products(job, candidate, tokens) / machine.matmul_flops
+    products_s += _experts_seconds(job, candidate, tokens)
     moved = tokens * sum(
         number * (3 * _elementwise_bytes(job, kind)) for kind, number in shape.kinds.items()
     )
@@ -146,13 +152,35 @@ def _products(job: Job, candidate: Candidate, tokens: float) -> float:
     """FLOPs of the layers' matrix products."""
     shape, again = job.shape, _recomputed(job, candidate)
     each = 4 if job.lora else 6
-    recomputed = sum(kind.linear_weights - shape.down_weights for kind in again)
+    recomputed = sum(_dense_weights(kind) - shape.down_weights for kind in again)
     if candidate.mlp_tiles > 1:  # backward runs each tile's MLP again, in whole layers too
         whole = shape.num_layers - len(again)
         recomputed += whole * (shape.num_mlp_products - 1) * shape.down_weights
         if job.lora:  # the last product too, since an adapter follows it
             recomputed += shape.num_layers * shape.down_weights
-    return tokens * (each * shape.linear_weights_in_layers + 2 * recomputed)
+    dense = sum(number * _dense_weights(kind) for kind, number in shape.kinds.items())
+    return tokens * (each * dense + 2 * recomputed)
+
+
+def _dense_weights(kind: LayerShape) -> int:
+    return kind.linear_weights - kind.expert_weights
+
+
+def _experts_seconds(job: Job, candidate: Candidate, tokens: float) -> float:
+    """Seconds of all experts' products."""
+    again, each, seconds = Counter(_recomputed(job, candidate)), 4 if job.lora else 6, 0.0
+    for kind, number in job.shape.kinds.items():
+        seconds += (each / 2 * number + again[kind]) * _experts_forward_s(job, kind, tokens)
+    return seconds
+
+
+def _experts_forward_s(job: Job, kind: LayerShape, tokens: float) -> float:
+    """Seconds of the products of one layer's experts, forward."""
+    if kind.experts is None:
+        return 0.0
+    rows = tokens * kind.experts.num_chosen + kind.experts.num_experts * GROUPED_ROWS / 2
+    rate = GROUPED_SHARE * job.cluster.hardware.matmul_flops
+    return 2 * rows * kind.expert_weights / kind.experts.num_experts / rate
 
 
 def _attention_seconds(job: Job, candidate: Candidate, attention: Attention) -> float:
@@ -179,16 +207,25 @@ def _elementwise_bytes(job: Job, kind: LayerShape) -> float:
     shape = job.shape
     # An adapter reads a layer's input once more, and adds to its output; in float32 beside weights
     # of 4 bits.
-    adapters = (4 if job.dtype == "nf4" else 2) * BF16 * kind.linear_sides if job.lora else 0
+    adapters = (4 if job.dtype == "nf4" else 2) * BF16 * kind.active_sides if job.lora else 0
     fusable, other = 10 * shape.hidden_size + 3 * shape.intermediate_size, 0.0
     if kind.recurrence is None:  # rotary embeddings, and heads
         fusable += 4 * shape.hidden_size + 2 * shape.num_kv_heads * shape.head_dim
     else:
         other = _delta_net_bytes(kind.recurrence)
+    if kind.experts is not None:
+        other += _experts_bytes(job, kind.experts)
     if kind.has_gate:
         other += GATE_BYTES * shape.num_heads * shape.head_dim
     moved = BF16 * fusable * (1 if job.fused_layers else UNFUSED)
     return moved + other + adapters
+
+
+def _experts_bytes(job: Job, experts: ExpertShape) -> float:
+    """Bytes for each token that a forward moves around experts' products, in torch's operators:
+    tokens are brought together, gated, weighted, brought back and summed up."""
+    hidden, inner = job.shape.hidden_size, experts.width
+    return BF16 * experts.num_chosen * (7 * hidden + 5 * inner) + 10 * experts.num_experts
 
 
 def _delta_net_bytes(shape: RecurrentShape) -> float:
@@ -246,7 +283,8 @@ def _forward_seconds(
         mixer_s = attention.forward.makespan_s
     else:
         mixer_s = candidate.recurrence.forward_s if candidate.recurrence is not None else 0.0
-    return mixer_s + 2 * tokens * kind.linear_weights / job.cluster.hardware.matmul_flops
+    dense_s = 2 * tokens * _dense_weights(kind) / job.cluster.hardware.matmul_flops
+    return mixer_s + dense_s + _experts_forward_s(job, kind, tokens)
 
 
 def _host_seconds(

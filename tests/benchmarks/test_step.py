@@ -70,7 +70,7 @@ def test_a_step_of_ours_over_two_processes(tmp_path: Path) -> None:
     assert (timed["status"], timed["num_tokens"]) == ("ok", 32)
     assert 0 < timed["p20_s"] <= timed["seconds"] <= timed["p80_s"]
     assert timed["tokens_per_s_per_gpu"] == pytest.approx(16 / timed["seconds"])
-    flops = 6 * model_shape(TINY).linear_weights * 32 + 6 * 2 * 32 * 32 * 64
+    flops = 6 * model_shape(TINY).active_weights * 32 + 6 * 2 * 32 * 32 * 64
     speed = timed["model_tflops_per_s_per_gpu"]
     assert speed == pytest.approx(flops / 2 / timed["seconds"] * 1e-12)
     assert len(timed["losses"]) == 2 + 2
@@ -107,7 +107,7 @@ def test_flops_of_models_of_several_kinds_of_layers() -> None:
     attention = 4096 * (2 * 16 + 2 * 4) * 256 + 16 * 256 * 4096
     linear = 3 * delta_net + attention + 4 * 3 * 4096 * 12288 + 248320 * 4096
     hybrid = sizes_of({"model": "qwen3.5-9b", "num_layers": 4})
-    assert hybrid.linear_weights == linear
+    assert hybrid.active_weights == linear
     # A recurrence in chunks of 64 tokens: see `run_flops`.
     recurrence = 3 * 32 * (6 * 64 * 128 + 4 * 64 * 128 + 6 * 128 * 128)
     assert hybrid.step_flops(10) == 10 * (6 * linear + 3 * recurrence) + 3 * 100 * 16 * 512
@@ -164,7 +164,7 @@ def test_packages_of_one_system() -> None:
 def test_floor_and_flops_of_the_llama_shape() -> None:
     """A measured step of 131,072 tokens on four H200 was compared with these figures."""
     shape = model_shape({"model": "llama-8b", "num_layers": 8})
-    assert shape.linear_weights == 8 * 218_103_808 + 128256 * 4096
+    assert shape.active_weights == 8 * 218_103_808 + 128256 * 4096
     assert shape.step_flops(131072) / 2.56 / 4 * 1e-12 == pytest.approx(505, rel=0.01)
 
 

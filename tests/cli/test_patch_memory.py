@@ -127,7 +127,7 @@ def test_bad_gpus(run: Run, config: Write, tmp_path: Path, gpus: str) -> None:
 def test_where_nothing_can_be_predicted(run: Run, config: Write, tmp_path: Path) -> None:
     """A model with experts, pairs and processes on the CPU get a folder without a prediction; for
     pairs there was that of rows without a reference."""
-    experts = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    experts = {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2}
     hybrid = {"model_type": "bamba", "mamba_n_heads": 8, "mamba_d_head": 8}
     hybrid |= {"attn_layer_indices": [1]}
     for name, words, changes, said in (

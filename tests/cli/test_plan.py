@@ -182,7 +182,7 @@ def test_the_table_says_what_a_plan_says(run: Run, llama_8b: Path) -> None:
 
 
 def test_the_table_names_what_it_cannot_predict(run: Run, config: WriteConfig) -> None:
-    words = ("plan", config(model_type="mixtral"), "--gpus", "2xH100", "--table")
+    words = ("plan", config(model_type="gpt_oss", num_local_experts=4), "--gpus", "2xH100", "--table")
     assert "not predicted: num_local_experts=" in run(*words).stdout.splitlines()[2]
     (found,) = json.loads(run(*words, "--json").stdout)
     assert found["unpredicted"].startswith("not predicted: num_local_experts=")
@@ -366,7 +366,7 @@ def test_bad_options_are_refused(run: Run, llama_8b: Path, words: str) -> None:
     ("changes", "part"),
     [
         ({"model_type": "mamba"}, "its recurrence is affine in its state"),
-        ({"model_type": "mixtral"}, "The planner knows dense"),
+        ({"model_type": "gpt_oss", "num_local_experts": 4}, "The planner knows dense"),
         ({"hidden_size": "big"}, "hidden_size='big': it counts"),
     ],
 )

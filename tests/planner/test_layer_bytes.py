@@ -25,6 +25,7 @@ LENGTH = 96
 ROWS = 2  # of `token_rows`
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3}
 RANK = 4
+OLDER = [("mixtral", "intermediate_size"), ("olmoe", "intermediate_size")]
 
 
 def tiny_job(config: Any, seq_len: int, *, lora: bool = False) -> Job:
@@ -155,6 +156,39 @@ def test_layers_of_two_kinds_keep_what_is_predicted(
     found, predicted, _ = metered("qwen3_5_text", layer=2, **sizes)
     norms += 2 * FP32 * config.head_dim / (ROWS * LENGTH)
     assert sum(found) == pytest.approx(predicted.whole + BF16 * config.hidden_size + norms, abs=1)
+
+
+def kept_by_autograd(family: str, num_layers: int, **sizes: Any) -> float:
+    """Bytes for each token of tensors that autograd keeps in a stock model's layers."""
+    given = {"hidden_size": 128, "num_hidden_layers": num_layers} | sizes
+    model = tiny_model(family, dtype=torch.bfloat16, **given)
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor  # alive, so that its place is its own
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.get_decoder()(input_ids=torch.arange(LENGTH)[None] % 60, use_cache=False)
+    own = (tensor for place, tensor in kept.items() if place not in weights)
+    return sum(tensor.untyped_storage().nbytes() for tensor in own) / LENGTH
+
+
+@pytest.mark.parametrize(("family", "width"), [("qwen3_moe", "moe_intermediate_size"), *OLDER])
+@pytest.mark.parametrize("chosen", [2, 3])
+def test_experts_keep_a_token_for_each_that_it_goes_through(
+    family: str, width: str, chosen: int
+) -> None:
+    number = "num_local_experts" if family == "mixtral" else "num_experts"
+    sizes = {number: 8, "num_experts_per_tok": chosen, width: 64}
+    config = tiny_model(family, **{"hidden_size": 128, "num_hidden_layers": 2} | sizes).config
+    job = tiny_job(config, LENGTH)
+    predicted = layer_bytes(job, candidate(), job.shape.layers[1]).whole
+    found = kept_by_autograd(family, 4, **sizes) - kept_by_autograd(family, 3, **sizes)
+    # Mixtral's router keeps float32 weights and what divides them; OLMoE norms all heads at once.
+    beside = {"mixtral": 4 + 6 * chosen, "olmoe": -4 * 4}
+    assert found == pytest.approx(predicted + beside.get(family, 0), abs=1)
 
 
 def test_adapters_under_autocast_share_the_inputs_of_their_layers() -> None:

@@ -8,12 +8,13 @@ from transformers import AutoModelForCausalLM
 
 from longctx_patch.families.facts import ModelFacts
 from longctx_patch.families.family import CONVOLUTION
-from longctx_patch.planner.model_shape import shape_of
+from longctx_patch.planner.model_shape import ExpertShape, shape_of
+from longctx_patch.planner.named_models import NAMED
 from tests.hf.tiny import SUPPORTED, featured_config, tiny_config
 from tests.planner.jobs import llama_shape
 
 FACTS = {name: ModelFacts.of(featured_config(name)) for name in SUPPORTED}
-DENSE = [name for name, facts in FACTS.items() if not facts.unpredicted]
+KNOWN = [name for name, facts in FACTS.items() if not facts.unpredicted]
 OTHERS = [name for name, facts in FACTS.items() if facts.unpredicted]
 
 
@@ -30,20 +31,37 @@ def assert_counts_are_of(config: Any) -> None:
     sides = 0
     for layer, counted in zip(layers, shape.layers, strict=True):
         assert counted.weights == sum(weight.numel() for weight in layer.parameters())
-        linear = [part for part in layer.modules() if isinstance(part, torch.nn.Linear)]
-        assert counted.linear_weights == sum(part.weight.numel() for part in linear)
-        assert counted.linear_sides == sum(part.in_features + part.out_features for part in linear)
+        linear = [(1, part.weight) for part in layer.modules() if isinstance(part, torch.nn.Linear)]
+        if counted.experts is not None:
+            each = layer.mlp.experts
+            linear += [(1, layer.mlp.gate.weight)]
+            linear += [(len(w), w[0]) for w in (each.gate_up_proj, each.down_proj)]
+            assert counted.expert_weights == sum(len(w) * w[0].numel() for w in each.parameters())
+        assert counted.linear_weights == sum(number * weight.numel() for number, weight in linear)
+        assert counted.linear_sides == sum(number * sum(weight.shape) for number, weight in linear)
         assert (counted.recurrence is not None) == hasattr(layer, "linear_attn")
         sides += counted.linear_sides
     assert shape.linear_sides == sides
     assert shape.head_weights == model.get_output_embeddings().weight.numel()
 
 
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", KNOWN)
 def test_counts_are_those_of_the_model(family: str) -> None:
     both_kinds = FACTS[family].num_recurrent > 0  # it has layer_types of three layers
     few = {} if both_kinds else {"num_hidden_layers": 2}
     assert_counts_are_of(featured_config(family, **few))
+
+
+def test_a_token_goes_through_some_experts() -> None:
+    """Qwen3-30B-A3B: 3.3 billion active weights, with the head and without embeddings."""
+    shape = shape_of(NAMED["Qwen/Qwen3-30B-A3B"].config(), "some")
+    experts = shape.layers[0].experts
+    assert experts == ExpertShape(num_experts=128, num_chosen=8, width=768)
+    assert shape.num_weights == pytest.approx(30.5e9, rel=0.01)
+    assert shape.active_weights == pytest.approx(3.0e9, rel=0.02)
+    of_experts = 48 * 8 * 3 * 2048 * 768
+    in_attention = 48 * (2048 * 128 * (32 + 4 + 4) + 32 * 128 * 2048 + 128 * 2048)
+    assert shape.active_weights == of_experts + in_attention + 151936 * 2048
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -58,7 +76,7 @@ def test_what_was_never_measured_is_refused(family: str) -> None:
     kind = "short convolutions" if CONVOLUTION in SUPPORTED[family].features else "Mamba-2"
     wanted = f"layers of {kind} were never measured|layers that are alike"
     if facts.experts:
-        wanted = r"num_.*=\d+.*dense layers only.*checkpoint='auto'"
+        wanted = r"num_.*=\d+.*dense layers and the experts of mixtral.*checkpoint='auto'"
     elif facts.latent:
         wanted = "kv_lora_rank=20.*not from a latent"
     with pytest.raises(ValueError, match=f"model some: .*({wanted})"):

@@ -181,7 +181,7 @@ def test_weights_in_float32_on_one_gpu_take_twice_and_their_copies() -> None:
     weights = [
         result_of(job, ulysses=1, ring=1, checkpoint="none").memory for job in (narrow, wide)
     ]
-    copies = 2 * narrow.shape.linear_weights
+    copies = 2 * narrow.shape.active_weights
     assert weights[1].weights - weights[0].weights == pytest.approx(
         2 * narrow.shape.num_weights + copies
     )
