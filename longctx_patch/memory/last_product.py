@@ -20,7 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules import module as torch_module
 
-GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
+GLOBAL_HOOKS = (
+    *("_global_forward_hooks", "_global_forward_pre_hooks"),
+    *("_global_backward_hooks", "_global_backward_pre_hooks"),
+)
 FORWARD, LINEAR = nn.Linear.forward, functional.linear
 """Torch's own functions, which some tools replace."""
 

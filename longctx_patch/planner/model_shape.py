@@ -97,7 +97,7 @@ class ModelShape:
     down_weights: int
     """Weights of the MLP's last product, which a recompute leaves out: nobody reads its result."""
     num_mlp_products: int
-    """How many matrix products of that size the MLP has: 3 with a gate, 2 without, 0 for experts."""
+    """How many matrix products of that size the MLP has: 3 with a gate, 2 without; experts: 0."""
     num_weights: int
     """Weights of the model; tied embeddings count once."""
     num_windowed_layers: int = 0
@@ -184,8 +184,8 @@ class ModelShape:
 def shape_of(config: Any, name: str) -> ModelShape:
     """Read the sizes from a transformers config.
 
-    Raises ValueError for experts that aren't counted, for latent attention, for recurrent layers that aren't gated
-    delta nets, and where layers have other sizes."""
+    Raises ValueError for experts that aren't counted, for latent attention, for recurrent layers
+    that aren't gated delta nets, and where layers have other sizes."""
     facts, recurrent = ModelFacts.of(config), recurrent_layers(config)
     recurrence = None if recurrent is None else recurrent.recurrence
     if facts.unpredicted:
@@ -227,7 +227,7 @@ def shape_of(config: Any, name: str) -> ModelShape:
 
 def _known_instead_of(facts: ModelFacts, recurrent_kind: str) -> str:
     """Names what the planner knows in place of what the refused model has."""
-    if facts.experts:
+    if facts.experts and not facts.are_counted:
         return f"dense layers and the experts of {', '.join(COUNTED_EXPERTS)}"
     if facts.latent:
         return "layers whose keys and values are projected from hidden states, not from a latent"
@@ -252,8 +252,10 @@ def _shape_of_layer(
 ) -> LayerShape:
     # Two dimensions don't tell a linear weight: Cohere's norms of heads have two as well.
     linear = [part.weight for part in layer.modules() if hasattr(part, "in_features")]
-    stacks = [] if experts is None else [weight for weight in layer.parameters() if weight.ndim == 3]
-    linear += [] if experts is None else [layer.mlp.gate.weight]  # the router
+    stacks = []
+    if experts is not None:
+        linear.append(layer.mlp.gate.weight)  # the router
+        stacks = [weight for weight in layer.parameters() if weight.ndim == 3]
     named = layer.named_modules()
     norms = [key for key, part in named if "norm" in type(part).__name__.lower()]
     head_norms = [key for key in norms if key.endswith(HEAD_NORMS)]

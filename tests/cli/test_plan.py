@@ -182,7 +182,8 @@ def test_the_table_says_what_a_plan_says(run: Run, llama_8b: Path) -> None:
 
 
 def test_the_table_names_what_it_cannot_predict(run: Run, config: WriteConfig) -> None:
-    words = ("plan", config(model_type="gpt_oss", num_local_experts=4), "--gpus", "2xH100", "--table")
+    model = config(model_type="gpt_oss", num_local_experts=4)
+    words = ("plan", model, "--gpus", "2xH100", "--table")
     assert "not predicted: num_local_experts=" in run(*words).stdout.splitlines()[2]
     (found,) = json.loads(run(*words, "--json").stdout)
     assert found["unpredicted"].startswith("not predicted: num_local_experts=")

@@ -280,7 +280,7 @@ def _who_is_trained(model: nn.Module) -> tuple[bool, ...]:
     each module: with adapters on 36 layers it held up each step by 17 ms."""
     modules = [model]
     for module in modules:  # which grows
-        modules.extend(filter(None, module._modules.values()))
+        modules.extend(child for child in module._modules.values() if child is not None)
     weights = (weight for module in modules for weight in module._parameters.values())
     return tuple(weight.requires_grad for weight in weights if weight is not None)
 

@@ -10,34 +10,42 @@ transformers' own code chooses experts, sorts tokens by them and adds up their r
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from longctx_patch.memory.last_product import has_hooks
 
+HOME = "peft.tuners.lora.layer"
+"""PEFT's module of LoRA layers."""
 GROUPED = "grouped_mm"
 """What transformers calls experts' products over tokens that are sorted by expert."""
 _ALIGNED_BYTES = 16
 """The bytes that a row of each factor is a multiple of, as torch's grouped product wants it."""
 
 
+def is_pefts(forward: Any) -> bool:
+    """Says whether a layer's forward is PEFT's; some tools put theirs around it."""
+    return forward.__module__ == HOME and not hasattr(forward, "__wrapped__")
+
+
 @dataclass(eq=False)
 class ExpertsForward:
     """Takes the place of the forward of experts' outermost wrapper."""
 
-    wrapper: Any
+    wrapper: Any = field(repr=False)
+    is_bound: bool = True
 
-    def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        weights = None if kwargs else _adapted_weights(self.wrapper)
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        weights = _adapted_weights(self.wrapper) if self.is_bound and not kwargs else None
         if weights is None:
-            stock: Tensor = type(self.wrapper).forward(self.wrapper, hidden, *args, **kwargs)
+            stock: Tensor = type(self.wrapper).forward(self.wrapper, x, *args, **kwargs)
             return stock
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
         own = _Experts(self.wrapper.get_base_layer(), weights)
-        out: Tensor = ALL_EXPERTS_FUNCTIONS[GROUPED](own, hidden, *args)
+        out: Tensor = ALL_EXPERTS_FUNCTIONS[GROUPED](own, x, *args)
         return out
 
 
@@ -91,6 +99,8 @@ def _adapted_weights(outermost: Any) -> dict[str, _AdaptedWeight] | None:
     experts = outermost.get_base_layer()
     implementation = getattr(getattr(experts, "config", None), "_experts_implementation", None)
     if implementation != GROUPED or getattr(experts, "_is_expert_parallel", True):
+        return None
+    if not is_pefts(type(outermost).forward):
         return None
     if "forward" in vars(experts) or "parametrizations" in experts._modules or has_hooks(experts):
         return None

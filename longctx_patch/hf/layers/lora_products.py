@@ -4,27 +4,27 @@ PEFT computes `base(x) + B(A(x)) * scaling` (Hu et al., arXiv 2106.09685, equati
 beside the product of the base it passes over the layer's output six times, backward likewise, and
 under autocast it makes the input float32 and bfloat16 again. Here the second product of the adapter
 adds to the output in place, and to the input's gradient in backward; scaling is a factor of the
-products (as in Unsloth's adapters). What is kept for backward is the input, once for all layers
-that read it, and the tensor of the adapter's rank.
+products (as in Unsloth's adapters). What is kept for backward is the input, in the dtype of the
+products, and the tensor of the adapter's rank.
 
-Results equal PEFT's up to rounding, which happens less often. A layer that does more than this runs
-PEFT's own code.
+Results equal PEFT's up to rounding. A layer that does more than this runs PEFT's own code, and so
+does one within `torch.func` or forward-mode differentiation. Going backward through the gradients
+is a RuntimeError.
 """
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from longctx_patch.hf.layers.lora_experts import ExpertsForward
-from longctx_patch.memory.last_product import is_plain
-
-_HOME = "peft.tuners.lora.layer"
+from longctx_patch.hf.layers.lora_experts import HOME, ExpertsForward, is_pefts
+from longctx_patch.memory.last_product import has_hooks, is_plain
 
 
 def bind_adapters(model: nn.Module) -> Callable[[], None]:
@@ -32,21 +32,22 @@ def bind_adapters(model: nn.Module) -> Callable[[], None]:
 
     Names of parameters, saving, merging and switching adapters stay as they are.
     """
-    if (peft := sys.modules.get(_HOME)) is None:  # nobody has made such a layer
+    if (layers := sys.modules.get(HOME)) is None:  # nobody has made such a layer
         return lambda: None
-    wrappers = [module for module in model.modules() if type(module) is peft.ParamWrapper]
+    wrappers = [module for module in model.modules() if type(module) is layers.ParamWrapper]
     within = {id(wrapper.base_layer) for wrapper in wrappers}
-    forwards: dict[nn.Module, LoraForward | ExpertsForward] = {
+    bound: dict[nn.Module, LoraForward | ExpertsForward] = {
         wrapper: ExpertsForward(wrapper) for wrapper in wrappers if id(wrapper) not in within
     }
-    linear = (module for module in model.modules() if type(module) is peft.Linear)
-    forwards |= {layer: LoraForward(layer) for layer in linear}
-    for module, forward in forwards.items():
+    linear = (module for module in model.modules() if type(module) is layers.Linear)
+    bound |= {layer: LoraForward(layer) for layer in linear}
+    for module, forward in bound.items():
         vars(module).setdefault("forward", forward)
 
     def restore() -> None:
-        for module in model.modules():
-            if isinstance(vars(module).get("forward"), LoraForward | ExpertsForward):
+        for module, forward in bound.items():
+            forward.is_bound = False  # others may have kept it, to put it back later
+            if vars(module).get("forward") is forward:
                 del vars(module)["forward"]
 
     return restore
@@ -56,95 +57,117 @@ def bind_adapters(model: nn.Module) -> Callable[[], None]:
 class LoraForward:
     """Takes the place of a LoRA layer's forward."""
 
-    layer: Any
+    layer: Any = field(repr=False)
+    is_bound: bool = True
 
-    def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        factors = None if args or kwargs else _factors(self.layer, hidden)
-        if factors is None:
-            stock: Tensor = type(self.layer).forward(self.layer, hidden, *args, **kwargs)
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not self.is_bound or args or kwargs or (name := _only_adapter(self.layer, x)) is None:
+            stock: Tensor = type(self.layer).forward(self.layer, x, *args, **kwargs)
             return stock
-        out: Tensor = _LoraProducts.apply(*factors)
+        base, down, up = self.layer.base_layer, self.layer.lora_A[name], self.layer.lora_B[name]
+        tensors = [x, base.weight, base.bias, down.weight, up.weight]
+        if (dtype := _autocast_dtype(tensors)) is not None:
+            tensors = [None if tensor is None else tensor.to(dtype) for tensor in tensors]
+        out: Tensor = _LoraProducts.apply(*tensors, self.layer.scaling[name])
         return out
 
 
-class _Factors(NamedTuple):
-    """What a layer computes with, all tensors in the dtype of its products."""
-
-    hidden: Tensor
-    """`[..., I]`."""
-    weight: Tensor
-    """`[O, I]`, frozen."""
-    bias: Tensor | None
-    """`[O]`, frozen."""
-    down: Tensor
-    """LoRA's A, `[R, I]`."""
-    up: Tensor
-    """LoRA's B, `[O, R]`."""
-    scaling: float
-
-
-def _factors(layer: Any, hidden: Tensor) -> _Factors | None:
-    """The factors of one active adapter beside a frozen base; None if the layer does more, or less,
-    than to add their products."""
+def _only_adapter(layer: Any, x: Tensor) -> str | None:
+    """The name of the one adapter that is active; None where the layer does more than to add its
+    products to those of a frozen base, or is called by what can't follow them."""
     names = [name for name in layer.active_adapters if name in layer.lora_A]
     if len(names) != 1 or layer.disable_adapters or layer.merged or layer.lora_variant:
         return None
     (name,) = names
     base, down, up = layer.base_layer, layer.lora_A[name], layer.lora_B[name]
-    dropout = layer.lora_dropout[name]
-    draws = not isinstance(dropout, nn.Identity) and dropout.training and dropout.p > 0
-    if draws or not all(map(is_plain, (base, down, up))):
+    is_ordinary = (
+        is_pefts(type(layer).forward)
+        and isinstance(layer.scaling[name], int | float)
+        and _passes_on(layer.lora_dropout[name])
+        and all(map(is_plain, (base, down, up)))
+        and down.bias is None
+        and up.bias is None
+        and not base.weight.requires_grad
+        and (base.bias is None or not base.bias.requires_grad)
+    )
+    given = [x, base.weight, base.bias, down.weight, up.weight]
+    has_one_dtype = len({tensor.dtype for tensor in given if tensor is not None}) == 1
+    follows = not (x.is_nested or x.is_meta or _is_transformed())
+    takes = is_ordinary and follows and (has_one_dtype or _autocast_dtype(given) is not None)
+    return name if takes else None
+
+
+def _passes_on(dropout: nn.Module) -> bool:
+    """Says whether the module returns what it is given, and nobody sees that."""
+    is_known = type(dropout) in (nn.Identity, nn.Dropout) and "forward" not in vars(dropout)
+    draws = isinstance(dropout, nn.Dropout) and dropout.training and dropout.p > 0
+    return is_known and not draws and not has_hooks(dropout)
+
+
+def _is_transformed() -> bool:
+    """Says whether `torch.func` or forward-mode differentiation is at work."""
+    return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
+
+
+def _autocast_dtype(tensors: Iterable[Tensor | None]) -> torch.dtype | None:
+    """The dtype that autocast gives products of these tensors; None where it changes nothing."""
+    found = [tensor for tensor in tensors if tensor is not None]
+    kind = found[0].device.type
+    if not torch.is_autocast_enabled(kind) or any(t.dtype == torch.float64 for t in found):
         return None
-    if any(linear.bias is not None for linear in (down, up)):
-        return None
-    if base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad):
-        return None
-    given = [hidden, base.weight, base.bias, down.weight, up.weight]
-    dtypes = {tensor.dtype for tensor in given if tensor is not None}
-    kind = hidden.device.type
-    if torch.is_autocast_enabled(kind) and torch.float64 not in dtypes:
-        dtype = torch.get_autocast_dtype(kind)
-        given = [None if tensor is None else tensor.to(dtype) for tensor in given]
-    elif len(dtypes) > 1:
-        return None
-    return _Factors(*given, scaling=layer.scaling[name])  # type: ignore[misc]
+    return torch.get_autocast_dtype(kind)
 
 
 class _LoraProducts(torch.autograd.Function):
+    """Takes `x [..., I]`, the frozen `weight [O, I]` and `bias [O]`, LoRA's A as `down [R, I]` and
+    its B as `up [O, R]`, all of one dtype."""
+
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: Tensor,
+        x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         down: Tensor,
         up: Tensor,
         scaling: float,
     ) -> Tensor:
-        hidden_NI = hidden.reshape(-1, hidden.shape[-1])
-        low_NR = hidden_NI @ down.t()
-        out_NO = functional.linear(hidden_NI, weight, bias).addmm_(low_NR, up.t(), alpha=scaling)
-        _, _, _, trains_down, trains_up, _ = ctx.needs_input_grad
+        x_NI = x.reshape(-1, x.shape[-1])
+        low_NR = x_NI @ down.t()
+        out_NO = functional.linear(x_NI, weight, bias).addmm_(low_NR, up.t(), alpha=scaling)
+        of_x, _, _, of_down, of_up, _ = ctx.needs_input_grad
         ctx.save_for_backward(
-            hidden if trains_down else None, low_NR if trains_up else None, weight, down, up
+            x if of_down else None,
+            low_NR if of_up else None,
+            weight if of_x else None,
+            down if of_x else None,
+            up if of_x or of_down else None,
         )
-        ctx.scaling = scaling
+        ctx.scaling, ctx.shape = scaling, x.shape
         # A view would refuse to be changed in place, as a model's code may do with a result.
-        return torch.ops.aten._unsafe_view(out_NO, [*hidden.shape[:-1], len(weight)])
+        return torch.ops.aten._unsafe_view(out_NO, [*x.shape[:-1], len(weight)])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, low_NR, weight, down, up = ctx.saved_tensors
-        grad_NO = grad.reshape(-1, grad.shape[-1])
-        low_grad_NR = (grad_NO @ up).mul_(ctx.scaling)
-        hidden_grad = None
-        if ctx.needs_input_grad[0]:
-            hidden_grad = (grad_NO @ weight).addmm_(low_grad_NR, down)
-            hidden_grad = hidden_grad.view(*grad.shape[:-1], weight.shape[1])
-        down_grad = up_grad = None
-        if hidden is not None:
-            down_grad = low_grad_NR.t() @ hidden.reshape(-1, hidden.shape[-1])
-        if low_NR is not None:
-            up_grad = (grad_NO.t() @ low_NR).mul_(ctx.scaling)
-        return hidden_grad, None, None, down_grad, up_grad, None
+        with torch.autocast(grad.device.type, enabled=False):  # someone may go backward within it
+            return _gradients(ctx, grad.reshape(-1, grad.shape[-1]))
+
+
+def _gradients(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
+    x, low_NR, weight, down, up = ctx.saved_tensors
+    of_x = of_down = of_up = None
+    if up is not None:
+        low_grad_NR = _product(grad_NO, up, ctx.scaling)
+    if weight is not None:
+        of_x = (grad_NO @ weight).addmm_(low_grad_NR, down).view(ctx.shape)
+    if x is not None:
+        of_down = low_grad_NR.t() @ x.reshape(-1, x.shape[-1])
+    if low_NR is not None:
+        of_up = _product(grad_NO.t(), low_NR, ctx.scaling)
+    return of_x, None, None, of_down, of_up, None
+
+
+def _product(left: Tensor, right: Tensor, factor: float) -> Tensor:
+    """Multiplies by the factor before it rounds."""
+    return torch.addmm(left.new_empty(()), left, right, beta=0, alpha=factor)

@@ -10,6 +10,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.modules.module import register_module_full_backward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longctx_patch import LongContextConfig, patch
@@ -208,11 +210,22 @@ OTHERS: dict[str, dict[str, Any]] = {
     "switched off": {},
     "merged": {},
     "dtypes that differ": {},
+    "a hook on dropout": {},
+    "dropout of ones own": {},
+    "a forward around PEFT's": {},
+    "scaling that is learned": {},
 }
 
 
+class Tripled(nn.Dropout):
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * x
+
+
 @pytest.mark.parametrize("kind", OTHERS)
-def test_other_layers_run_as_peft_wrote_them(kind: str, applied: Counter[str]) -> None:
+def test_other_layers_run_as_peft_wrote_them(
+    kind: str, applied: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, x = adapted(**OTHERS[kind]), torch.randn(ROWS, INPUTS)
     first = model.base_model.model.first
     if kind == "trained base":
@@ -233,6 +246,16 @@ def test_other_layers_run_as_peft_wrote_them(kind: str, applied: Counter[str]) -
         for layer in (first, model.base_model.model.second):
             layer.base_layer.to(torch.float64)
         x = x.double()
+    for layer in (first, model.base_model.model.second):
+        if kind == "a hook on dropout":
+            layer.lora_dropout["default"].register_forward_hook(lambda *given: 2 * given[-1])
+        elif kind == "dropout of ones own":
+            layer.lora_dropout["default"] = Tripled(0.0)
+        elif kind == "scaling that is learned":
+            layer.scaling["default"] = nn.Parameter(torch.tensor([1.5]))
+    if kind == "a forward around PEFT's":
+        own = LoraLinear.forward
+        monkeypatch.setattr(LoraLinear, "forward", lambda *given: 2 * own(*given))
     torch.manual_seed(1)
     wanted = copy.deepcopy(model)(x)
     bind_adapters(model)
@@ -241,6 +264,69 @@ def test_other_layers_run_as_peft_wrote_them(kind: str, applied: Counter[str]) -
     tolerance = 1e-5 if is_fused else 0.0
     torch.testing.assert_close(model(x), wanted, rtol=tolerance, atol=tolerance)
     assert applied["apply"] == is_fused
+
+
+def test_backward_within_autocast() -> None:
+    """A float32 island, or a loop that goes backward inside of its context."""
+    model, x = adapted(), torch.randn(ROWS, INPUTS)
+    wanted = numbers(copy.deepcopy(model), x)
+    bind_adapters(model)
+    given = x.clone().requires_grad_()
+    out = model(given)
+    with torch.autocast("cpu", torch.bfloat16):
+        out.backward(torch.linspace(-1, 1, out.numel()).cos().view_as(out))
+    torch.testing.assert_close(given.grad, wanted["x"])
+
+
+def test_functions_of_torch_func_run_as_peft_wrote_them(applied: Counter[str]) -> None:
+    model, x = adapted(), torch.randn(ROWS, INPUTS)
+    wanted = torch.func.grad(lambda given: model(given).sum())(x)
+    _, along = torch.func.jvp(model, (x,), (x,))
+    bind_adapters(model)
+    torch.testing.assert_close(torch.func.grad(lambda given: model(given).sum())(x), wanted)
+    torch.testing.assert_close(torch.func.jvp(model, (x,), (x,))[1], along)
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(model(forward_ad.make_dual(x, x))).tangent
+    torch.testing.assert_close(found, along)
+    assert not applied
+    out = model(x.requires_grad_())
+    (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.square().sum().backward()
+
+
+def test_hooks_on_all_modules_see_all_products() -> None:
+    model, x = adapted(), torch.randn(ROWS, INPUTS, requires_grad=True)
+    seen: Counter[str] = Counter()
+    hook = register_module_full_backward_hook(lambda m, *_: seen.update([type(m).__name__]))
+    model(x).sum().backward()
+    wanted = dict(seen)
+    seen.clear()
+    bind_adapters(model)
+    model(x).sum().backward()
+    hook.remove()
+    assert dict(seen) == wanted
+
+
+def test_other_tensors_and_calls(applied: Counter[str]) -> None:
+    model = adapted()
+    layer = model.base_model.model.first
+    bind_adapters(model)
+    x = torch.randn(ROWS, INPUTS)
+    torch.testing.assert_close(layer(x=x), layer(x))
+    assert model.to("meta")(x.to("meta")).shape == (ROWS, INPUTS)
+    assert applied["apply"] == 2
+
+
+def test_a_forward_that_somebody_kept_is_pefts_after_unpatch(applied: Counter[str]) -> None:
+    """As Accelerate's hooks keep a module's forward, to put it back."""
+    model, x = adapted(), torch.randn(ROWS, INPUTS)
+    undo = bind_adapters(model)
+    kept = vars(model.base_model.model.first)["forward"]
+    undo()
+    vars(model.base_model.model.first)["forward"] = kept
+    model(x)
+    assert not applied
 
 
 def test_one_of_several_adapters_and_dropout_in_evaluation(applied: Counter[str]) -> None:
