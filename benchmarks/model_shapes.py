@@ -54,7 +54,7 @@ class CountedShape:
 
     vocab_size: int
     num_layers: int
-    linear_weights: int
+    active_weights: int
     """Weights of all matrix products, with the head."""
     attention_width: int
     """Numbers of a token's keys and values, for all heads and all layers that attend."""
@@ -62,7 +62,7 @@ class CountedShape:
     def step_flops(self, num_tokens: int) -> float:
         """As `ModelShape.step_flops`, without recurrences, which such models haven't."""
         attention = num_tokens**2 * self.attention_width
-        return 6.0 * self.linear_weights * num_tokens + 3.0 * attention
+        return 6.0 * self.active_weights * num_tokens + 3.0 * attention
 
 
 def model_config(name: str, num_layers: int | None, num_tokens: int) -> PreTrainedConfig:
@@ -100,7 +100,7 @@ def sizes_of(settings: Mapping[str, Any]) -> ModelShape | CountedShape:
     return CountedShape(
         vocab_size=config.vocab_size,
         num_layers=len(layers),
-        linear_weights=sum(part.weight.numel() for part in linear)
+        active_weights=sum(part.weight.numel() for part in linear)
         + config.vocab_size * config.hidden_size,
         attention_width=len(layers) * config.num_attention_heads * head_dims,
     )

@@ -59,8 +59,8 @@ def layer_bytes(job: Job, candidate: Candidate, kind: LayerShape) -> LayerBytes:
         mixer += _attention(job, candidate, kind)
     else:
         mixer += _delta_net(kind.recurrence, candidate)
-    mlp = shape.num_mlp_products * inner
-    passing = inner + hidden
+    mlp: float = shape.num_mlp_products * inner
+    passing: float = inner + hidden
     if kind.experts is not None:
         mlp, passing = _experts(job, kind.experts)
     if not job.fused_layers:

@@ -100,7 +100,7 @@ def test_flops_of_models_of_several_kinds_of_layers() -> None:
     expanded = 1536 * 128 * 192 + 512 * 128 * (128 + 128) + 128 * 128 * 7168
     linear = 2 * (mlp + compressed + expanded) + 129280 * 7168
     latent = sizes_of({"model": "deepseek-v3-dense", "num_layers": 2})
-    assert latent.linear_weights == linear
+    assert latent.active_weights == linear
     assert latent.step_flops(10) == 6 * linear * 10 + 3 * 100 * 2 * 128 * (192 + 128)
 
     delta_net = 4096 * (8192 + 4096 + 32 + 32) + 4096 * 4096

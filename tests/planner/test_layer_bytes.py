@@ -160,7 +160,7 @@ def test_layers_of_two_kinds_keep_what_is_predicted(
 
 def kept_by_autograd(family: str, num_layers: int, **sizes: Any) -> float:
     """Bytes for each token of tensors that autograd keeps in a stock model's layers."""
-    given = {"hidden_size": 128, "num_hidden_layers": num_layers} | sizes
+    given: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": num_layers} | sizes
     model = tiny_model(family, dtype=torch.bfloat16, **given)
     weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
     kept: dict[int, Tensor] = {}
@@ -181,7 +181,7 @@ def test_experts_keep_a_token_for_each_that_it_goes_through(
     family: str, width: str, chosen: int
 ) -> None:
     number = "num_local_experts" if family == "mixtral" else "num_experts"
-    sizes = {number: 8, "num_experts_per_tok": chosen, width: 64}
+    sizes: dict[str, Any] = {number: 8, "num_experts_per_tok": chosen, width: 64}
     config = tiny_model(family, **{"hidden_size": 128, "num_hidden_layers": 2} | sizes).config
     job = tiny_job(config, LENGTH)
     predicted = layer_bytes(job, candidate(), job.shape.layers[1]).whole
