@@ -36,6 +36,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         | {"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
         | {"vocab_size": 152064},
         "qwen3-8b": NAMED["Qwen/Qwen3-8B"].sizes,
+        "qwen3-30b-a3b": NAMED["Qwen/Qwen3-30B-A3B"].sizes,
         "qwen3.5-9b": NAMED["Qwen/Qwen3.5-9B"].sizes,
         # Latent attention of 128 heads, with the dense MLPs of the first layers alone.
         "deepseek-v3-dense": {
