@@ -14,8 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from longctx_patch import LongContextConfig, verify_on_virtual_ranks
 from longctx_patch.hf.layers import lora_experts
 from longctx_patch.hf.layers.lora_products import bind_adapters
+from longctx_patch.memory.policies import CheckpointPolicy
+from tests.harness import run_distributed
 from tests.hf.float64 import padded_rows
 from tests.hf.tiny import gradients, tiny_model
+from tests.memory.trained import Trained, averaged
 
 FAMILIES = ("qwen3_moe", "mixtral", "olmoe")
 
@@ -75,6 +78,28 @@ def test_numbers_of_peft(family: str, products: Counter[str]) -> None:
 def test_a_group_of_ranks() -> None:
     found = verify_on_virtual_ranks(adapted(), LongContextConfig(ring_degree=2), padded_rows())
     assert found.ok, str(found)
+
+
+def sharded_step(checkpoint: CheckpointPolicy, *, by_peft: bool) -> dict[str, Tensor]:
+    """Loss and gradients of a step under FSDP2, both ranks sharing the row."""
+    it = Trained(adapted(), ulysses_degree=2, checkpoint=checkpoint)
+    if by_peft:
+        for module in it.model.modules():
+            if isinstance(vars(module).get("forward"), lora_experts.ExpertsForward):
+                vars(module)["forward"].is_bound = False
+    it.shard()
+    found = it.step(37)
+    it.handle.unpatch()
+    return {name: averaged(value) for name, value in found.items()}
+
+
+def check_sharded_steps(rank: int) -> None:
+    wanted = sharded_step("none", by_peft=True)
+    assert error(sharded_step("attention", by_peft=False), wanted) < 1e-5
+
+
+def test_experts_sharded_over_two_ranks() -> None:
+    run_distributed(check_sharded_steps, 2)
 
 
 class Large(TorchDispatchMode):
