@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, MixtralConfig
+from transformers import LlamaConfig, GptOssConfig
 
 from longctx_patch.planner.job import parse_cluster
 from longctx_patch.recipes import memory_report, rehearsal, text_trainer
@@ -101,7 +101,7 @@ def test_where_nothing_fits_the_longest_row_is_named() -> None:
 
 @pytest.mark.usefixtures("on_h200")
 def test_models_that_are_not_covered_still_say_what_was_used() -> None:
-    said = report(config=MixtralConfig())
+    said = report(config=GptOssConfig(num_local_experts=8))
     assert "Used: tensors held" in said
     assert "Nothing was predicted: model m: num_local_experts=8" in said
 
