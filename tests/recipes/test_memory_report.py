@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, GptOssConfig
+from transformers import GptOssConfig, LlamaConfig
 
 from longctx_patch.planner.job import parse_cluster
 from longctx_patch.recipes import memory_report, rehearsal, text_trainer
