@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
+from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 
@@ -89,9 +90,9 @@ class Sharing:
 
     def _noise(self) -> str | None:
         for name, module in self._model.named_modules():
-            if isinstance(module, _DropoutNd) and module.training and module.p > 0:
+            if module.training and (p := dropout_of(module)):
                 return (
-                    f"{name} drops out with p={module.p}, and would draw once for what rows share "
+                    f"{name} drops out with p={p}, and would draw once for what rows share "
                     "(set it to 0, lora_dropout=0 for an adapter)"
                 )
             if module.training and (alpha := getattr(module, "neftune_noise_alpha", None)):
@@ -100,3 +101,8 @@ class Sharing:
                     "the noise by the length of the joined row (leave it out)"
                 )
         return None
+
+
+def dropout_of(module: nn.Module) -> float:
+    """The probability with which a module drops out in training; 0 for one that does not."""
+    return float(module.p) if isinstance(module, _DropoutNd) else 0.0

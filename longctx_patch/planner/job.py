@@ -193,7 +193,7 @@ class Job:
 
     @property
     def note(self) -> str:
-        """What a reader of a prediction has to know; empty if such ones were checked."""
+        """Says what a reader of a prediction has to know; empty if such ones were checked."""
         experts = "never compared with a run of experts" if self.shape.has_experts else ""
         return "; ".join(filter(None, (self.cluster.hardware.note, experts)))
 

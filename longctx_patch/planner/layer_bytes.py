@@ -127,8 +127,9 @@ def mixer_gradients(job: Job, candidate: Candidate, kind: LayerShape, tokens: fl
 
 
 def _experts(job: Job, experts: ExpertShape) -> tuple[float, float]:
-    """(kept, held in backward beside that) by transformers' grouped products, however tokens are
-    spread over experts: a token counts once for each expert that it goes through."""
+    """Returns bytes of a token (kept, held in backward beside that) by transformers' grouped
+    products. A token counts once for each expert that it goes through, so they don't depend on how
+    tokens are spread over experts."""
     hidden, inner = BF16 * job.shape.hidden_size, BF16 * experts.width
     # The token as it is given to the expert; gate and up, silu, their product; the result before
     # its weight, which the weight's gradient asks for.

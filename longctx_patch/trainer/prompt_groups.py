@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from longctx_patch.config import LongContextConfig
+from longctx_patch.hf.sharing import dropout_of
+from longctx_patch.rules.together import refuse_together
 from longctx_patch.trainer.generation import generating_class
 
 if TYPE_CHECKING:
@@ -50,11 +52,24 @@ def grouping_problems(trainer: Any, config: LongContextConfig) -> Iterable[str]:
             f"gradient_accumulation_steps={args.gradient_accumulation_steps}: a step has rows of "
             "two generations. Use numbers of which one is a multiple of the other."
         )
+    if noise := _noise(trainer):
+        yield (
+            f"group_by_prompt=True with {noise}: rows that draw noise share nothing, and would "
+            "draw other noise in another order. Set it to 0, or leave group_by_prompt out."
+        )
     for reason in _reasons(trainer):
         yield (
             f"group_by_prompt=True with {reason}: what is learned follows from which rows share a "
             "micro-batch. Leave one of them out."
         )
+
+
+def _noise(trainer: Any) -> str | None:
+    """Names what draws noise in training."""
+    if alpha := getattr(trainer.args, "neftune_noise_alpha", None):
+        return f"neftune_noise_alpha={alpha}"
+    modules = trainer.model.named_modules()
+    return next((f"dropout of {p} in {name}" for name, m in modules if (p := dropout_of(m))), None)
 
 
 def _reasons(trainer: Any) -> Iterable[str]:
@@ -128,12 +143,29 @@ class PromptGroupsMixin(_Trainer):
     _buffered_inputs: list[MicroBatch] | None
     _grouped: list[MicroBatch] | None = None
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's `train`. Raises ValueError on all ranks where an earlier one was stopped
+        within a step: TRL would go on with its micro-batches, and count steps from there."""
+        refuse_together(self._stopped_within_a_step() if self._group_by_prompt else ())
+        return super().train(*args, **kwargs)
+
+    def _stopped_within_a_step(self) -> Iterable[str]:
+        if within := self._step % self._per_step():
+            yield (
+                f"group_by_prompt=True in a trainer that was stopped after {within} of "
+                f"{self._per_step()} micro-batches: steps would no longer have the rows that were "
+                "brought together. Make a new trainer, and resume from a checkpoint."
+            )
+
+    def _per_step(self) -> int:
+        """How many micro-batches of one generation belong to one optimizer step."""
+        return min(self.args.steps_per_generation, self.args.gradient_accumulation_steps)
+
     def _prepare_inputs(self, inputs: Any) -> Any:
         found = super()._prepare_inputs(inputs)
         if not self._group_by_prompt or not self.model.training:
             return found
         batches = self._buffered_inputs or []
         if batches is not self._grouped:  # those of a new generation
-            per_step = min(self.args.steps_per_generation, self.args.gradient_accumulation_steps)
-            batches = self._buffered_inputs = self._grouped = regrouped(batches, per_step)
+            batches = self._buffered_inputs = self._grouped = regrouped(batches, self._per_step())
         return batches[self._step % len(batches)]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from torch import nn
 from trl import GRPOTrainer, RLOOTrainer, SFTTrainer
 
 from longctx_patch import LongContextConfig
@@ -84,8 +85,9 @@ def test_rows_with_images_are_refused() -> None:
 def trainer(cls: Any = GRPOTrainer, **more: Any) -> Any:
     made = cls.__new__(cls)
     steps = {"steps_per_generation": 4, "gradient_accumulation_steps": 2}
-    args = SimpleNamespace(**steps | {name: more.pop(name) for name in steps if name in more})
-    vars(made).update({"args": args, "loss_type": "dapo"} | more)
+    of_args = (*steps, "neftune_noise_alpha")
+    args = SimpleNamespace(**steps | {name: more.pop(name) for name in of_args if name in more})
+    vars(made).update({"args": args, "loss_type": "dapo", "model": nn.Linear(1, 1)} | more)
     return made
 
 
@@ -100,6 +102,8 @@ def trainer(cls: Any = GRPOTrainer, **more: Any) -> Any:
         (trainer(top_entropy_quantile=0.5), ALIKE, "top_entropy_quantile=0.5"),
         (trainer(_entropy_bonus_enabled=True), ALIKE, "entropy bonus"),
         (trainer(RLOOTrainer, aux_loss_enabled=True), ALIKE, "a router's loss"),
+        (trainer(model=nn.Sequential(nn.Dropout(0.1))), ALIKE, "dropout of 0.1 in 0"),
+        (trainer(neftune_noise_alpha=5), ALIKE, "neftune_noise_alpha=5"),
     ],
 )
 def test_losses_that_ask_who_shares_a_micro_batch_are_refused(
@@ -125,6 +129,10 @@ def test_micro_batches_of_a_trainer_have_one_prompt_each(tmp_path: Path) -> None
         trained = make_trainer(named, tmp_path, is_patched=True, **given)
         trained.train()
         batches = trained._buffered_inputs
+        if together:
+            trained._step += 1  # as where an interrupt ends a step after its first micro-batch
+            with pytest.raises(ValueError, match="stopped after 1 of 3 micro-batches"):
+                trained.train()
         found[together] = [len(batch["prompt_ids"].unique(dim=0)) for batch in batches]
         trained.unpatch()
     assert found[True] == [1, 1, 1]

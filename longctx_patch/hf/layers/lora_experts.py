@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from longctx_patch.memory.last_product import has_hooks
@@ -21,6 +22,7 @@ HOME = "peft.tuners.lora.layer"
 """PEFT's module of LoRA layers."""
 GROUPED = "grouped_mm"
 """What transformers calls experts' products over tokens that are sorted by expert."""
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNED_BYTES = 16
 """The bytes that a row of each factor is a multiple of, as torch's grouped product wants it."""
 
@@ -50,7 +52,7 @@ class ExpertsForward:
 
 
 class _Experts:
-    """The experts, with some weights adapted."""
+    """Stands in for experts, with some weights adapted."""
 
     def __init__(self, experts: Any, weights: dict[str, "_AdaptedWeight"]) -> None:
         self._experts = experts
@@ -71,7 +73,7 @@ class _AdaptedWeight:
         return getattr(self.weight, name)
 
     def transpose(self, first: int, second: int) -> "_AdaptedWeight":
-        """The last two dimensions exchanged."""
+        """Exchanges the last two dimensions."""
         if {first, second} not in ({-1, -2}, {1, 2}):
             raise ValueError(f"transpose({first}, {second}): experts stay the first dimension.")
         return _AdaptedWeight(
@@ -82,7 +84,7 @@ class _AdaptedWeight:
     def __torch_function__(
         cls, product: Callable[..., Tensor], _: Any, args: Any, kwargs: Any = None
     ) -> Tensor:
-        """`product(x, weight, ...)`, which is linear in `weight`."""
+        """Computes `product(x, weight, ...)`, which is linear in `weight`."""
         hidden, adapted, *rest = args
         if not isinstance(adapted, cls) or isinstance(hidden, cls):
             raise TypeError(f"{product} of an adapted weight: it is the second factor of products.")
@@ -95,34 +97,47 @@ class _AdaptedWeight:
 
 
 def _adapted_weights(outermost: Any) -> dict[str, _AdaptedWeight] | None:
-    """By name; None where PEFT's own code has to run."""
-    experts = outermost.get_base_layer()
-    implementation = getattr(getattr(experts, "config", None), "_experts_implementation", None)
-    if implementation != GROUPED or getattr(experts, "_is_expert_parallel", True):
+    """Returns weights by name; None where PEFT's own code has to run."""
+    if not (is_pefts(type(outermost).forward) and _are_grouped(outermost.get_base_layer())):
         return None
-    if not is_pefts(type(outermost).forward):
+    wrappers = list(_wrappers(outermost))
+    if any(map(has_hooks, wrappers[1:])):
         return None
-    if "forward" in vars(experts) or "parametrizations" in experts._modules or has_hooks(experts):
+    weights = {wrapper.parameter_name: _adapted_weight(wrapper) for wrapper in wrappers}
+    found = {name: weight for name, weight in weights.items() if weight is not None}
+    return found if len(found) == len(wrappers) else None
+
+
+def _are_grouped(experts: Any) -> bool:
+    """Says whether transformers' own code runs these experts by grouped products, on one rank."""
+    config = getattr(experts, "config", None)
+    return (
+        getattr(config, "_experts_implementation", None) == GROUPED
+        and getattr(experts, "_is_expert_parallel", True) is False
+        and type(experts).forward.__module__.startswith("transformers.models.")
+        and "forward" not in vars(experts)
+        and "parametrizations" not in experts._modules
+        and not has_hooks(experts)
+    )
+
+
+def _adapted_weight(wrapper: Any) -> _AdaptedWeight | None:
+    """Returns the weight with its one active adapter; None where that is more than two factors of
+    frozen experts."""
+    names = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
+    weight = wrapper.get_param()
+    if len(names) != 1 or wrapper.disable_adapters or wrapper.merged:
         return None
-    found = {}
-    for wrapper in _wrappers(outermost):
-        names = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
-        weight = wrapper.get_param()
-        if wrapper.disable_adapters or wrapper.merged or len(names) != 1 or weight.ndim != 3:
-            return None
-        if weight.requires_grad or (wrapper is not outermost and has_hooks(wrapper)):
-            return None
-        left, right, scaling = wrapper.get_delta_factors(names[0])
-        if left.shape[-1] * left.element_size() % _ALIGNED_BYTES or left.dtype != weight.dtype:
-            return None
-        found[wrapper.parameter_name] = _AdaptedWeight(
-            weight, (left * scaling).contiguous(), right.contiguous()
-        )
-    return found
+    if weight.ndim != 3 or weight.dtype not in _DTYPES or weight.requires_grad:
+        return None
+    left, right, scaling = wrapper.get_delta_factors(names[0])
+    if left.shape[-1] * left.element_size() % _ALIGNED_BYTES:
+        return None
+    return _AdaptedWeight(weight, (left * scaling).contiguous(), right.contiguous())
 
 
 def _wrappers(outermost: Any) -> Iterator[Any]:
-    """Each is around one weight, and around the next."""
+    """Yields wrappers, each of one weight and around the next wrapper."""
     wrapper = outermost
     while type(wrapper) is type(outermost):
         yield wrapper

@@ -73,7 +73,7 @@ class LoraForward:
 
 
 def _only_adapter(layer: Any, x: Tensor) -> str | None:
-    """The name of the one adapter that is active; None where the layer does more than to add its
+    """Returns the one adapter that is active; None where the layer does more than to add its
     products to those of a frozen base, or is called by what can't follow them."""
     names = [name for name in layer.active_adapters if name in layer.lora_A]
     if len(names) != 1 or layer.disable_adapters or layer.merged or layer.lora_variant:
@@ -110,7 +110,7 @@ def _is_transformed() -> bool:
 
 
 def _autocast_dtype(tensors: Iterable[Tensor | None]) -> torch.dtype | None:
-    """The dtype that autocast gives products of these tensors; None where it changes nothing."""
+    """Returns the dtype that autocast gives products of these; None where it changes nothing."""
     found = [tensor for tensor in tensors if tensor is not None]
     kind = found[0].device.type
     if not torch.is_autocast_enabled(kind) or any(t.dtype == torch.float64 for t in found):
