@@ -101,8 +101,7 @@ class ModelFacts:
             layers=tuple(_layer(config, number) for number in range(config.num_hidden_layers)),
             softcap=given(config, "attn_logit_softcapping"),
             experts=_experts(config),
-            are_counted=config.model_type in COUNTED_EXPERTS
-            and not any(_is_dense(config, layer) for layer in range(config.num_hidden_layers)),
+            are_counted=_are_counted(config),
             latent=f"kv_lora_rank={config.kv_lora_rank}" if is_latent(config) else None,
             latent_dim=_latent_dim(config),
             expansion=_expansion(config),
@@ -259,6 +258,14 @@ def _varied(config: Any) -> str | None:
 def _experts(config: Any) -> str | None:
     named = ((name, given(config, name)) for name in _EXPERTS)
     return next((f"{name}={number}" for name, number in named if number), None)
+
+
+def _are_counted(config: Any) -> bool:
+    if config.model_type not in COUNTED_EXPERTS:
+        return False
+    layers, chosen = range(config.num_hidden_layers), config.num_experts_per_tok
+    is_possible = 1 <= chosen <= max(given(config, name) or 0 for name in _EXPERTS)
+    return is_possible and not any(_is_dense(config, layer) for layer in layers)
 
 
 def given(config: Any, name: str) -> Any:

@@ -135,13 +135,16 @@ def _experts(job: Job, experts: ExpertShape) -> tuple[float, float]:
     # its weight, which the weight's gradient asks for.
     kept = 2 * hidden + 4 * inner
     if job.lora:  # what is between the two factors of an adapter, of both products
-        kept += 2 * BF16 * job.lora_rank
+        kept += 3 * BF16 * job.lora_rank
     # Places of the token in three orders, its expert, and its weight.
     kept += 4 * INDEX + BF16
     # The router's probabilities, in float32.
     probabilities = FP32 * experts.num_experts
     # Gradients of the result, before and after the weight, and their product with it.
-    held = 3 * hidden
+    held: float = 3 * hidden
+    if experts.has_wide_weights:
+        kept += BF16
+        held = (3 * FP32 + BF16) * job.shape.hidden_size
     return experts.num_chosen * kept + probabilities, experts.num_chosen * held
 
 

@@ -6,7 +6,7 @@ of a kind have equal sizes.
 
 import copy
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,8 @@ from longctx_patch.families.text_part import auto_class
 from longctx_patch.plans.recurrent import RecurrentShape
 
 HEAD_NORMS = ("q_norm", "k_norm")
+WIDE_ROUTERS = ("mixtral",)
+"""Families whose routers weigh experts' results in float32."""
 WIDE_NORMS = ("qwen3_next", "qwen3_5_text")
 """Families with recurrent layers whose stock norms multiply by their weight in float32."""
 
@@ -30,6 +32,8 @@ class ExpertShape:
     """How many of them a token goes through."""
     width: int
     """Numbers of a token inside of one."""
+    has_wide_weights: bool = False
+    """Whether the router's weights, and with them what they weigh, are float32."""
 
     @property
     def idle_share(self) -> float:
@@ -50,7 +54,8 @@ class LayerShape:
     expert_weights: int = 0
     """Weights of all experts, among the linear ones."""
     expert_sides: int = 0
-    """Inputs and outputs of all experts' products."""
+    """Inputs and outputs of all experts' products; twice those of gate and up, one product whose
+    adapter has twice the rank."""
     experts: ExpertShape | None = None
     """None: it has an ordinary MLP."""
     num_norms: int
@@ -228,7 +233,7 @@ def shape_of(config: Any, name: str) -> ModelShape:
 def _known_instead_of(facts: ModelFacts, recurrent_kind: str) -> str:
     """Names what the planner knows in place of what the refused model has."""
     if facts.experts and not facts.are_counted:
-        return f"dense layers and the experts of {', '.join(COUNTED_EXPERTS)}"
+        return f"dense layers, and experts of {', '.join(COUNTED_EXPERTS)} if all layers have them"
     if facts.latent:
         return "layers whose keys and values are projected from hidden states, not from a latent"
     if facts.unmeasured:
@@ -239,8 +244,10 @@ def _known_instead_of(facts: ModelFacts, recurrent_kind: str) -> str:
 def _experts_of(config: Any, layer: Any) -> ExpertShape | None:
     if not ModelFacts.of(config).are_counted:
         return None
+    config = text_config(config)
     num_experts, _, width = layer.mlp.experts.down_proj.shape
-    return ExpertShape(num_experts, text_config(config).num_experts_per_tok, width)
+    is_wide = config.model_type in WIDE_ROUTERS
+    return ExpertShape(num_experts, config.num_experts_per_tok, width, is_wide)
 
 
 def _shape_of_layer(
@@ -252,10 +259,12 @@ def _shape_of_layer(
 ) -> LayerShape:
     # Two dimensions don't tell a linear weight: Cohere's norms of heads have two as well.
     linear = [part.weight for part in layer.modules() if hasattr(part, "in_features")]
-    stacks = []
+    expert_weights = expert_sides = 0
     if experts is not None:
         linear.append(layer.mlp.gate.weight)  # the router
-        stacks = [weight for weight in layer.parameters() if weight.ndim == 3]
+        gate_up, down = layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj
+        expert_weights = gate_up.numel() + down.numel()
+        expert_sides = len(down) * (2 * sum(gate_up.shape[1:]) + sum(down.shape[1:]))
     named = layer.named_modules()
     norms = [key for key, part in named if "norm" in type(part).__name__.lower()]
     head_norms = [key for key in norms if key.endswith(HEAD_NORMS)]
@@ -264,10 +273,10 @@ def _shape_of_layer(
     query = getattr(getattr(layer, "self_attn", None), "q_proj", None)
     return LayerShape(
         weights=sum(weight.numel() for weight in layer.parameters()),
-        linear_weights=sum(weight.numel() for weight in linear + stacks),
-        linear_sides=sum(sum(weight.shape) for weight in linear) + _sides(stacks),
-        expert_weights=sum(weight.numel() for weight in stacks),
-        expert_sides=_sides(stacks),
+        linear_weights=sum(weight.numel() for weight in linear) + expert_weights,
+        linear_sides=sum(sum(weight.shape) for weight in linear) + expert_sides,
+        expert_weights=expert_weights,
+        expert_sides=expert_sides,
         experts=experts,
         num_norms=len(norms) - len(head_norms),
         has_head_norms=bool(head_norms),
@@ -276,11 +285,6 @@ def _shape_of_layer(
         has_wide_norms=wide,
         recurrence=recurrence,
     )
-
-
-def _sides(stacks: Sequence[Any]) -> int:
-    """Inputs and outputs of the products of experts `[E, O, I]`."""
-    return sum(len(stack) * sum(stack.shape[1:]) for stack in stacks)
 
 
 def _layer_of_each_kind(config: Any) -> tuple[dict[bool, Any], int]:

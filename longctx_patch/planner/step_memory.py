@@ -154,6 +154,16 @@ def _not_recomputed(job: Job, candidate: Candidate, until: int) -> int:
     )
 
 
+def _factors(job: Job, candidate: Candidate, until: int) -> float:
+    """Bytes of the copies that experts' adapters keep of their factors for backward, in layers
+    before layer `until` that run once; of float32 factors there are two."""
+    if not job.lora:
+        return 0.0
+    layers = zip(job.shape.layers, candidate.policies[:until], strict=False)
+    sides = sum(kind.expert_sides for kind, p in layers if not POLICIES[p].recomputes_layer)
+    return float((1 if job.fsdp else 2) * BF16 * job.lora_rank * sides)
+
+
 def _kept(job: Job, candidate: Candidate, tokens: float, until: int) -> float:
     """Bytes kept by every layer before layer `until`."""
     policies = candidate.policies[:until]
@@ -182,7 +192,7 @@ def _loss(job: Job, candidate: Candidate, tokens: float) -> Components:
     )
     buffer += _cast(job, alive + shape.head_weights)
     return Components(
-        weights=weights + _gathered(job, 0) + buffer,
+        weights=weights + _gathered(job, 0) + buffer + _factors(job, candidate, shape.num_layers),
         gradients=head + (gradients if _accumulates(job, candidate) else 0.0),
         optimizer=optimizer,
         checkpoints=_kept(job, candidate, tokens, until=shape.num_layers),
@@ -224,7 +234,11 @@ def _backward(
     before = shape.layers[number - 1].weights if number else 0
     buffer = BF16 * (before or kind.weights) if job.fsdp else 0
     return Components(
-        weights=weights + _gathered(job, kind.weights + before) + buffer + _cast(job, alive),
+        weights=weights
+        + _gathered(job, kind.weights + before)
+        + buffer
+        + _cast(job, alive)
+        + _factors(job, candidate, number + 1),
         gradients=done + head + here,
         optimizer=optimizer,
         checkpoints=_kept(job, candidate, tokens, until=number),

@@ -225,7 +225,9 @@ def _experts_bytes(job: Job, experts: ExpertShape) -> float:
     """Bytes for each token that a forward moves around experts' products, in torch's operators:
     tokens are brought together, gated, weighted, brought back and summed up."""
     hidden, inner = job.shape.hidden_size, experts.width
-    return BF16 * experts.num_chosen * (7 * hidden + 5 * inner) + 10 * experts.num_experts
+    summed = 2 * (hidden + 2 * inner) if job.lora else 0  # results of a product and its adapter's
+    numbers = 7 * hidden + 5 * inner + summed
+    return BF16 * experts.num_chosen * numbers + 10 * experts.num_experts
 
 
 def _delta_net_bytes(shape: RecurrentShape) -> float:

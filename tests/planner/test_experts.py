@@ -46,9 +46,20 @@ def test_products_are_those_of_experts_that_a_token_goes_through(
 
 def test_weights_and_adapters_are_those_of_all_experts() -> None:
     job = experts_job(lora=True, lora_rank=16)
-    sides = SIDES_OF_ATTENTION + EXPERTS * (HIDDEN + 2 * WIDTH + WIDTH + HIDDEN) + HIDDEN + EXPERTS
-    assert job.trained_weights == 16 * LAYERS * sides
+    sides = (
+        SIDES_OF_ATTENTION
+        + EXPERTS * (2 * (HIDDEN + 2 * WIDTH) + WIDTH + HIDDEN)
+        + HIDDEN
+        + EXPERTS
+    )
+    assert job.trained_weights == 16 * LAYERS * sides == 996_507_648  # as PEFT makes them
     weights, gradients, optimizer = states(job)
     assert (gradients, optimizer) == (4 * job.trained_weights / 8, 8 * job.trained_weights / 8)
     assert weights == (2 * job.shape.num_weights + 4 * job.trained_weights) / 8
+    kept, again = (
+        result_of(job, ulysses=8, ring=1, checkpoint=policy).memory.weights
+        for policy in ("none", "full")
+    )
+    factors = 2 * 16 * EXPERTS * (2 * (HIDDEN + 2 * WIDTH) + WIDTH + HIDDEN)  # of one layer
+    assert kept - again == pytest.approx(LAYERS * factors)
     assert "never compared with a run of experts" in job.note

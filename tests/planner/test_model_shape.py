@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from longctx_patch.families.facts import ModelFacts
@@ -28,21 +29,25 @@ def assert_counts_are_of(config: Any) -> None:
     layers = list(model.get_decoder().layers)
     assert shape.num_weights == sum(weight.numel() for weight in model.parameters())
     assert shape.num_layers == len(layers)
-    sides = 0
     for layer, counted in zip(layers, shape.layers, strict=True):
         assert counted.weights == sum(weight.numel() for weight in layer.parameters())
-        linear = [(1, part.weight) for part in layer.modules() if isinstance(part, torch.nn.Linear)]
-        if counted.experts is not None:
-            each = layer.mlp.experts
-            linear += [(1, layer.mlp.gate.weight)]
-            linear += [(len(w), w[0]) for w in (each.gate_up_proj, each.down_proj)]
-            assert counted.expert_weights == sum(len(w) * w[0].numel() for w in each.parameters())
-        assert counted.linear_weights == sum(number * weight.numel() for number, weight in linear)
-        assert counted.linear_sides == sum(number * sum(weight.shape) for number, weight in linear)
+        linear = [part for part in layer.modules() if isinstance(part, torch.nn.Linear)]
+        matrices = [part.weight for part in linear]
+        if counted.experts is not None:  # experts and routers are no linear modules
+            matrices = [weight for weight in layer.parameters() if weight.ndim > 1]
+        assert counted.linear_weights == sum(weight.numel() for weight in matrices)
         assert (counted.recurrence is not None) == hasattr(layer, "linear_attn")
-        sides += counted.linear_sides
-    assert shape.linear_sides == sides
     assert shape.head_weights == model.get_output_embeddings().weight.numel()
+    if not shape.has_experts:
+        linear = [
+            part for each in layers for part in each.modules() if isinstance(part, torch.nn.Linear)
+        ]
+        assert shape.linear_sides == sum(part.in_features + part.out_features for part in linear)
+        return
+    adapter = LoraConfig(r=1, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, adapter, low_cpu_mem_usage=True)
+    trained = [weight for weight in adapted.parameters() if weight.requires_grad]
+    assert shape.linear_sides == sum(weight.numel() for weight in trained)
 
 
 @pytest.mark.parametrize("family", KNOWN)
@@ -76,7 +81,7 @@ def test_what_was_never_measured_is_refused(family: str) -> None:
     kind = "short convolutions" if CONVOLUTION in SUPPORTED[family].features else "Mamba-2"
     wanted = f"layers of {kind} were never measured|layers that are alike"
     if facts.experts:
-        wanted = r"num_.*=\d+.*dense layers and the experts of mixtral.*checkpoint='auto'"
+        wanted = r"num_.*=\d+.*dense layers, and experts of mixtral.*checkpoint='auto'"
     elif facts.latent:
         wanted = "kv_lora_rank=20.*not from a latent"
     with pytest.raises(ValueError, match=f"model some: .*({wanted})"):

@@ -3,7 +3,7 @@
 PEFT adds `scaling * B A` of every expert to the weights in each forward, in the weights' dtype, and
 takes the gradient of the sum as a whole: a copy of all experts' weights kept for backward, a
 gradient of that size, and the work of training them. Here tokens go through the frozen weights and
-through the factors, as in the layers of `lora_products.py`.
+through the factors, as in the layers of `lora_products.py`. Gradients can be differentiated once.
 
 transformers' own code chooses experts, sorts tokens by them and adds up their results. It gets
 `_AdaptedWeight` in place of a weight, which knows one thing: to be multiplied.
@@ -24,7 +24,7 @@ GROUPED = "grouped_mm"
 """What transformers calls experts' products over tokens that are sorted by expert."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNED_BYTES = 16
-"""The bytes that a row of each factor is a multiple of, as torch's grouped product wants it."""
+"""The bytes that a row of the rank's numbers is a multiple of, as torch's grouped product wants."""
 
 
 def is_pefts(forward: Any) -> bool:
@@ -101,7 +101,7 @@ def _adapted_weights(outermost: Any) -> dict[str, _AdaptedWeight] | None:
     if not (is_pefts(type(outermost).forward) and _are_grouped(outermost.get_base_layer())):
         return None
     wrappers = list(_wrappers(outermost))
-    if any(map(has_hooks, wrappers[1:])):
+    if any(has_hooks(wrapper) or "forward" in vars(wrapper) for wrapper in wrappers[1:]):
         return None
     weights = {wrapper.parameter_name: _adapted_weight(wrapper) for wrapper in wrappers}
     found = {name: weight for name, weight in weights.items() if weight is not None}
