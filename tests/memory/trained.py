@@ -104,11 +104,11 @@ class Trained:
         self.model.zero_grad()
         return {"loss": loss.detach(), **grads}
 
-    def peak(self, meter: LiveBytes) -> int:
+    def peak(self, meter: LiveBytes, length: int | None = None) -> int:
         """Peak bytes of a pass beyond those allocated before it."""
         rest = meter.allocated()
         meter.reset_peak()
-        self.loss().backward()
+        self.loss(length).backward()
         self.model.zero_grad()
         return meter.peak() - rest
 
