@@ -44,6 +44,14 @@ def test_products_are_those_of_experts_that_a_token_goes_through(
     assert job.shape.step_flops(TOKENS) == flops + 6 * LAYERS * TOKENS**2 * 32 * 128
 
 
+@pytest.mark.parametrize("chosen", [0, 129])
+def test_an_impossible_number_of_chosen_experts_is_refused(chosen: int) -> None:
+    config = NAMED["Qwen/Qwen3-30B-A3B"].config()
+    config.num_experts_per_tok = chosen
+    with pytest.raises(ValueError, match="num_local_experts=128"):
+        shape_of(config, "some")
+
+
 def test_weights_and_adapters_are_those_of_all_experts() -> None:
     job = experts_job(lora=True, lora_rank=16)
     sides = (
