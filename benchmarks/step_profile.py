@@ -152,8 +152,8 @@ def profiled(step: Callable[[], object], device: torch.device) -> Row | None:
     Collective: every rank runs two steps, of which the second counts. All ranks are recorded, since
     one that is slowed down by recording would make the others wait. `by_rank` has each rank's
     milliseconds, `kernels` the kernels of rank 0 that take most time, to judge the table by, `gaps`
-    the longest times in which nothing ran there. What
-    the model's head runs in forward counts as loss: a chunked loss computes its gradients there.
+    the longest times in which nothing ran there. What the model's head runs in forward counts as
+    loss: a chunked loss computes its gradients there.
     """
     if device.type != "cuda":
         for _ in range(2):

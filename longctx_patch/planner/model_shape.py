@@ -71,6 +71,11 @@ class LayerShape:
     """What it has in place of attention; None: it has attention."""
 
     @property
+    def dense_weights(self) -> int:
+        """Weights of the matrix products that are no experts'."""
+        return self.linear_weights - self.expert_weights
+
+    @property
     def active_weights(self) -> float:
         """Weights of the matrix products that a token goes through."""
         return self.linear_weights - self._idle * self.expert_weights
@@ -155,6 +160,11 @@ class ModelShape:
     def linear_weights_in_layers(self) -> int:
         """Weights of all layers' matrix products."""
         return sum(number * kind.linear_weights for kind, number in self.kinds.items())
+
+    @property
+    def dense_weights_in_layers(self) -> int:
+        """Weights of all layers' matrix products that are no experts'."""
+        return sum(number * kind.dense_weights for kind, number in self.kinds.items())
 
     @property
     def active_weights_in_layers(self) -> float:

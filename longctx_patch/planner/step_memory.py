@@ -114,10 +114,11 @@ def states(job: Job) -> tuple[float, float, float]:
 
 
 def loaded_bytes(job: Job) -> float:
-    """Bytes of the whole model as it is loaded."""
+    """Bytes of the whole model as it is loaded. bitsandbytes has 4 bits for linear modules, which
+    experts are not."""
     if job.dtype != "nf4":
         return (FP32 if job.dtype == "float32" else BF16) * job.shape.num_weights
-    narrow = job.shape.linear_weights_in_layers
+    narrow = job.shape.dense_weights_in_layers
     return NF4 * narrow + BF16 * (job.shape.num_weights - narrow)
 
 

@@ -152,18 +152,13 @@ def _products(job: Job, candidate: Candidate, tokens: float) -> float:
     """FLOPs of the layers' matrix products."""
     shape, again = job.shape, _recomputed(job, candidate)
     each = 4 if job.lora else 6
-    recomputed = sum(_dense_weights(kind) - shape.down_weights for kind in again)
+    recomputed = sum(kind.dense_weights - shape.down_weights for kind in again)
     if candidate.mlp_tiles > 1:  # backward runs each tile's MLP again, in whole layers too
         whole = shape.num_layers - len(again)
         recomputed += whole * (shape.num_mlp_products - 1) * shape.down_weights
         if job.lora:  # the last product too, since an adapter follows it
             recomputed += shape.num_layers * shape.down_weights
-    dense = sum(number * _dense_weights(kind) for kind, number in shape.kinds.items())
-    return tokens * (each * dense + 2 * recomputed)
-
-
-def _dense_weights(kind: LayerShape) -> int:
-    return kind.linear_weights - kind.expert_weights
+    return tokens * (each * shape.dense_weights_in_layers + 2 * recomputed)
 
 
 def _experts_seconds(job: Job, candidate: Candidate, tokens: float) -> float:
@@ -285,7 +280,7 @@ def _forward_seconds(
         mixer_s = attention.forward.makespan_s
     else:
         mixer_s = candidate.recurrence.forward_s if candidate.recurrence is not None else 0.0
-    dense_s = 2 * tokens * _dense_weights(kind) / job.cluster.hardware.matmul_flops
+    dense_s = 2 * tokens * kind.dense_weights / job.cluster.hardware.matmul_flops
     return mixer_s + dense_s + _experts_forward_s(job, kind, tokens)
 
 

@@ -8,7 +8,7 @@ import pytest
 from longctx_patch.planner.job import Job, parse_cluster
 from longctx_patch.planner.model_shape import shape_of
 from longctx_patch.planner.named_models import NAMED
-from longctx_patch.planner.step_memory import states
+from longctx_patch.planner.step_memory import loaded_bytes, states
 from longctx_patch.planner.step_time import GROUPED_ROWS, GROUPED_SHARE
 from tests.planner.jobs import result_of
 
@@ -50,6 +50,13 @@ def test_an_impossible_number_of_chosen_experts_is_refused(chosen: int) -> None:
     config.num_experts_per_tok = chosen
     with pytest.raises(ValueError, match="num_local_experts=128"):
         shape_of(config, "some")
+
+
+def test_experts_stay_in_16_bits_beside_weights_of_4() -> None:
+    """`replace_with_bnb_linear` takes linear modules: nobody's experts fit a card by it."""
+    job = experts_job(lora=True, fsdp=False, dtype="nf4")
+    assert loaded_bytes(job) > 2 * LAYERS * EXPERTS * IN_AN_EXPERT
+    assert loaded_bytes(job) < loaded_bytes(experts_job(lora=True, fsdp=False))
 
 
 def test_weights_and_adapters_are_those_of_all_experts() -> None:

@@ -58,7 +58,7 @@ def test_counts_are_those_of_the_model(family: str) -> None:
 
 
 def test_a_token_goes_through_some_experts() -> None:
-    """Qwen3-30B-A3B: 3.3 billion active weights, with the head and without embeddings."""
+    """Qwen3-30B-A3B: 3.0 billion active weights, with the head and without embeddings."""
     shape = shape_of(NAMED["Qwen/Qwen3-30B-A3B"].config(), "some")
     experts = shape.layers[0].experts
     assert experts == ExpertShape(num_experts=128, num_chosen=8, width=768)
