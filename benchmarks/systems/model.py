@@ -61,13 +61,8 @@ def one_process(model: nn.Module, row: Tensor, num_layers: int) -> dict[str, flo
     """Loss and gradient norms of the plain model on the whole row. Leaves no gradients."""
     logits = model(input_ids=row, use_cache=False).logits.float()
     loss = mean_loss(logits, next_tokens(row), row.shape[1], 1)
-    loss.backward()
-    parameters = dict(model.named_parameters())
-    gradients = {name: parameters[name].grad for name in checked_names(model, num_layers)}
-    norms = {
-        name: float(torch.linalg.vector_norm(gradient.float()))
-        for name, gradient in gradients.items()
-        if gradient is not None
-    }
-    model.zero_grad(set_to_none=True)
-    return {"loss": float(loss.detach())} | norms
+    names, parameters = checked_names(model, num_layers), dict(model.named_parameters())
+    # Not backward: the gradients of all weights may be more than the GPU holds beside these.
+    gradients = torch.autograd.grad(loss, [parameters[name] for name in names])
+    norms = [float(torch.linalg.vector_norm(gradient.float())) for gradient in gradients]
+    return {"loss": float(loss.detach()), **dict(zip(names, norms, strict=True))}

@@ -93,7 +93,7 @@ class _AdaptedWeight:
             return product(given, weight, *rest, **(kwargs or {}))
 
         low = times(hidden, adapted.left)
-        return times(hidden, adapted.weight) + times(low, adapted.right)
+        return times(hidden, adapted.weight).add_(times(low, adapted.right))
 
 
 def _adapted_weights(outermost: Any) -> dict[str, _AdaptedWeight] | None:

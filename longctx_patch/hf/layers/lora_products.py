@@ -68,8 +68,7 @@ class LoraForward:
         tensors = [x, base.weight, base.bias, down.weight, up.weight]
         if (dtype := _autocast_dtype(tensors)) is not None:
             tensors = [None if tensor is None else tensor.to(dtype) for tensor in tensors]
-        out: Tensor = _LoraProducts.apply(*tensors, self.layer.scaling[name])
-        return out
+        return _products(*tensors, self.layer.scaling[name])
 
 
 def _only_adapter(layer: Any, x: Tensor) -> str | None:
@@ -118,24 +117,43 @@ def _autocast_dtype(tensors: Iterable[Tensor | None]) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind)
 
 
+def _products(
+    x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scaling: float
+) -> Tensor:
+    """Returns the sum of the products, of `x [..., I]`, the frozen `weight [O, I]` and `bias [O]`,
+    LoRA's A as `down [R, I]` and its B as `up [O, R]`, all of one dtype.
+
+    The result gets its values once its node has saved what backward needs. A recompute of
+    torch's checkpoint ends there if nobody needs this result, as it does for a linear layer.
+    """
+    x_NI = x.reshape(-1, x.shape[-1])
+    with torch.no_grad():
+        low_NR = x_NI @ down.t()
+    out: Tensor = _LoraProducts.apply(x, weight, down, up, low_NR, scaling)
+    with torch.no_grad():
+        out_NO = out.view(-1, len(weight))
+        if bias is None:
+            torch.mm(x_NI, weight.t(), out=out_NO)
+        else:
+            torch.addmm(bias, x_NI, weight.t(), out=out_NO)
+        out_NO.addmm_(low_NR, up.t(), alpha=scaling)
+    return out
+
+
 class _LoraProducts(torch.autograd.Function):
-    """Takes `x [..., I]`, the frozen `weight [O, I]` and `bias [O]`, LoRA's A as `down [R, I]` and
-    its B as `up [O, R]`, all of one dtype."""
+    """Makes the result of `_products`, without its values."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         weight: Tensor,
-        bias: Tensor | None,
         down: Tensor,
         up: Tensor,
+        low_NR: Tensor,
         scaling: float,
     ) -> Tensor:
-        x_NI = x.reshape(-1, x.shape[-1])
-        low_NR = x_NI @ down.t()
-        out_NO = functional.linear(x_NI, weight, bias).addmm_(low_NR, up.t(), alpha=scaling)
-        of_x, _, _, of_down, of_up, _ = ctx.needs_input_grad
+        of_x, _, of_down, of_up, _, _ = ctx.needs_input_grad
         ctx.save_for_backward(
             x if of_down else None,
             low_NR if of_up else None,
@@ -144,8 +162,7 @@ class _LoraProducts(torch.autograd.Function):
             up if of_x or of_down else None,
         )
         ctx.scaling, ctx.shape = scaling, x.shape
-        # A view would refuse to be changed in place, as a model's code may do with a result.
-        return torch.ops.aten._unsafe_view(out_NO, [*x.shape[:-1], len(weight)])
+        return x.new_empty(*x.shape[:-1], len(weight))
 
     @staticmethod
     @once_differentiable
@@ -165,7 +182,7 @@ def _gradients(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
         of_down = low_grad_NR.t() @ x.reshape(-1, x.shape[-1])
     if low_NR is not None:
         of_up = _product(grad_NO.t(), low_NR, ctx.scaling)
-    return of_x, None, None, of_down, of_up, None
+    return of_x, None, of_down, of_up, None, None
 
 
 def _product(left: Tensor, right: Tensor, factor: float) -> Tensor:
