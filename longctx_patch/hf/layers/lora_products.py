@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from longctx_patch.hf.layers.lora_experts import HOME, ExpertsForward, is_pefts
 from longctx_patch.memory.last_product import has_hooks, is_plain
