@@ -67,7 +67,7 @@ class LoraForward:
         tensors = [x, base.weight, base.bias, down.weight, up.weight]
         if (dtype := _autocast_dtype(tensors)) is not None:
             tensors = [None if tensor is None else tensor.to(dtype) for tensor in tensors]
-        return _products(*tensors, self.layer.scaling[name])
+        return _products(self.layer.scaling[name], *tensors)
 
 
 def _only_adapter(layer: Any, x: Tensor) -> str | None:
@@ -117,10 +117,11 @@ def _autocast_dtype(tensors: Iterable[Tensor | None]) -> torch.dtype | None:
 
 
 def _products(
-    x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scaling: float
+    scaling: float, x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor
 ) -> Tensor:
-    """Returns the sum of the products, of `x [..., I]`, the frozen `weight [O, I]` and `bias [O]`,
-    LoRA's A as `down [R, I]` and its B as `up [O, R]`, all of one dtype.
+    """Returns the sum of the products, `scaling` times that of LoRA, of `x [..., I]`, the frozen
+    `weight [O, I]` and `bias [O]`, LoRA's A as `down [R, I]` and its B as `up [O, R]`, all of
+    one dtype.
 
     The result gets its values once its node has saved what backward needs. A recompute of
     torch's checkpoint ends there if nobody needs this result, as it does for a linear layer.

@@ -126,7 +126,7 @@ def test_gradients_by_differences() -> None:
     up.requires_grad_()
 
     def of(x: Tensor, down: Tensor, up: Tensor) -> Any:
-        return lora_products._products(x, weight, bias, down, up, 0.7)
+        return lora_products._products(0.7, x, weight, bias, down, up)
 
     assert torch.autograd.gradcheck(of, (x, down, up))
     whole = x.detach() @ (weight + 0.7 * up @ down).T.detach() + bias
