@@ -235,7 +235,7 @@ def _prediction_rows(decisions: Decisions) -> list[Row]:
     host = f", {result.host_bytes / 2**30:.0f} GiB of a host" if result.host_bytes else ""
     host += checked if host else ""
     usable = f"predicted for {cluster}, of {usable_bytes(result.job) / 2**30:.0f} that it may be"
-    note = f"; {result.job.note}" if result.job.note else ""
+    note = f"; {cluster.hardware.note}" if cluster.hardware.note else ""
     speed = f"{result.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, {result.mfu:.0%} MFU"
     speed += (
         "" if _is_causal(decisions) else "; a step takes less: attention is counted as plain causal"

@@ -52,7 +52,7 @@ def as_json(results: Sequence[Result], max_seq_len: int) -> dict[str, Any]:
     return {
         "model": job.shape.name,
         "gpus": str(job.cluster),
-        "note": job.note,
+        "note": job.cluster.hardware.note,
         "seq_len": job.seq_len,
         "rows_per_step": job.rows_per_step,
         "recurrent_layers": job.shape.num_recurrent,
@@ -71,7 +71,7 @@ def render(results: Sequence[Result], max_seq_len: int, reach: int | None = None
     how += f", loaded in {job.dtype}, {where}"
     rows = f"{job.rows_per_step} rows a step, each" if job.rows_per_step else "rows"
     lines = [f"{job.shape.name} on {job.cluster}, {rows} of {job.seq_len:,} tokens, {how}."]
-    note = job.note
+    note = job.cluster.hardware.note
     lines += [f"{job.cluster.hardware.name.upper()}: {note}.", ""] if note else [""]
     if fitting:
         lines += aligned([_columns(job, _HEADER), *(_row(r) for r in fitting[:TABLE_ROWS])])

@@ -56,7 +56,7 @@ class Cell:
         return found | {
             "max_seq_len": result.job.seq_len,
             "is_limited": self.is_most,
-            "note": result.job.note,
+            "note": result.job.cluster.hardware.note,
             "step_s": result.time.total,
             "peak_gib": result.memory.total / GIB,
             "host_gib": result.host_bytes / GIB,

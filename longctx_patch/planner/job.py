@@ -192,12 +192,6 @@ class Job:
         )
 
     @property
-    def note(self) -> str:
-        """Says what a reader of a prediction has to know; empty if such ones were checked."""
-        experts = "never compared with a run of experts" if self.shape.has_experts else ""
-        return "; ".join(filter(None, (self.cluster.hardware.note, experts)))
-
-    @property
     def num_shards(self) -> int:
         """GPUs that share weights, gradients and optimizer."""
         return self.cluster.num_gpus if self.fsdp else 1

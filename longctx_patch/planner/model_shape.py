@@ -172,10 +172,6 @@ class ModelShape:
         return sum(number * kind.active_weights for kind, number in self.kinds.items())
 
     @property
-    def has_experts(self) -> bool:
-        return any(kind.experts is not None for kind in self.kinds)
-
-    @property
     def linear_sides(self) -> int:
         """The weights of an adapter of rank 1 beside every matrix product of the layers."""
         return sum(number * kind.linear_sides for kind, number in self.kinds.items())

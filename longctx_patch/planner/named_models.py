@@ -82,6 +82,7 @@ _MODELS = (
         _sizes("qwen3_moe", 2048, 6144, 48, (32, 4), 151936)
         | _HEADS_OF_128
         | {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8},
+        "h200",
     ),
     _model(
         "Qwen/Qwen3.5-9B",

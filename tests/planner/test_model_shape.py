@@ -38,7 +38,7 @@ def assert_counts_are_of(config: Any) -> None:
         assert counted.linear_weights == sum(weight.numel() for weight in matrices)
         assert (counted.recurrence is not None) == hasattr(layer, "linear_attn")
     assert shape.head_weights == model.get_output_embeddings().weight.numel()
-    if not shape.has_experts:
+    if all(kind.experts is None for kind in shape.kinds):
         linear = [
             part for each in layers for part in each.modules() if isinstance(part, torch.nn.Linear)
         ]
