@@ -199,7 +199,7 @@ def test_a_step_with_experts_peaks_near_where_it_is_predicted(
     number = "num_local_experts" if family == "mixtral" else "num_experts"
     sizes: dict[str, Any] = {number: 8, "num_experts_per_tok": 2, "num_hidden_layers": 3}
     sizes |= {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 256}
-    length = 512
+    length = 256
     with LiveBytes(10**12) as meter:
         model = tiny_model(family, dtype=torch.bfloat16, **sizes)
         it = Trained(model, meter=meter, forced=[policy] * 3)
@@ -229,7 +229,7 @@ def test_adapters_under_autocast_share_the_inputs_of_their_layers() -> None:
 def test_a_step_peaks_near_where_it_is_predicted(
     policy: LayerPolicy, intermediate: int, tiles: int
 ) -> None:
-    length = 256
+    length = 128
     with LiveBytes(10**12) as meter:
         sizes = SIZES | {"intermediate_size": intermediate}
         model = tiny_model("llama", dtype=torch.bfloat16, **sizes)
