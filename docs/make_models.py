@@ -29,7 +29,7 @@ longctx plan Qwen/Qwen3-32B --gpus 8xH100 --seq-len 128K --rows-per-step 1 --hos
 BELOW = (
     "\\*: steps of layers of these sizes were measured on this kind of GPU, and agreed with their "
     "predictions ([how nearly](../results/planner.md)). Rows longer than a model was trained on "
-    "need `--rope`."
+    "need `--rope`. Steps of Qwen3-30B-A3B were measured with LoRA alone."
 )
 
 
