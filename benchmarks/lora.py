@@ -1,16 +1,18 @@
-"""Time LoRA fine-tuning on one GPU: ours beside transformers' Trainer, TRL and Unsloth.
+"""Time LoRA fine-tuning where a row fits a GPU: ours beside transformers' Trainer, TRL and Unsloth.
 
     python benchmarks/lora.py --out results/lora --systems ours trainer sft
+    python benchmarks/lora.py --out results/lora --gpus 2 --systems ours_fsdp2 trainer
     python benchmarks/lora.py --out results/lora --systems ours unsloth:packages=DIR
 
 A model of a published shape (--model) with random weights in bfloat16, an adapter of rank 16 on all
-linear layers, one row of random tokens a step. `ours` is LongContextTrainer with everything chosen
-by itself, `ours_fsdp2` the same under FSDP2, as `longctx patch` sets up one GPU; `trainer` is
+linear layers, one row of random tokens a step on each GPU, the same on all. `ours` is
+LongContextTrainer with everything chosen by itself, which copies the model to each GPU (DDP);
+`ours_fsdp2` the same under FSDP2, as `longctx patch` sets it up; `trainer` is
 transformers' Trainer, `sft` TRL's SFTTrainer, both with Liger Kernel, SDPA and checkpointing;
 `unsloth` is TRL's with Unsloth's model. A system is a launch of its own. Its first step, on a small
-row, has to give the loss and the adapter's gradients of the stock model in one process, which the
-first launch computes; otherwise it is wrong and not timed. Weights are written once for all
-launches, into $TMPDIR. Writes lora.jsonl and lora.md into --out.
+row, has to give the loss and the adapter's gradients of the stock model in one process, which a
+launch before all computes; otherwise it is wrong and not timed. That launch writes the weights for
+all, into $TMPDIR. Writes lora.jsonl and lora.md into --out.
 """
 
 import argparse
@@ -26,13 +28,14 @@ from report import NOTE, Column, hardware, heading, is_ok, number, spread, table
 from step import OUT_OF_MEMORY, without_packages
 
 NAMES = ("ours", "ours_fsdp2", "trainer", "sft", "unsloth")
+REFERENCE = "reference"
 PASSED_ON = ("tokens", "check_tokens", "steps", "model", "num_layers")
 COLUMNS = (
     Column("system", lambda row: row["system"]),
     number("tokens", "num_tokens", "{:,.0f}"),
     number("s/step", "seconds", "{:.3f}"),
     spread("s"),
-    number("tokens/s", "tokens_per_s", "{:,.0f}"),
+    number("tokens/s/GPU", "tokens_per_s_per_gpu", "{:,.0f}"),
     number("peak GiB", "peak_allocated_gib", "{:.1f}"),
     number("reserved GiB", "peak_reserved_gib", "{:.1f}"),
     Column("first loss", lambda row: f"{row['losses'][0]:.4f}" if is_ok(row) else None),
@@ -53,15 +56,17 @@ def run_system(
 ) -> list[Row]:
     """The rows of one launch, and one more if the launch failed."""
     system, packages = without_packages(system)
-    reference = [row["one_process"] for row in before if row["status"] == "reference"]
+    expected = [row["one_process"] for row in before if row["status"] == REFERENCE]
     settings = {
         "system": system,
         "weights": arguments.weights,
-        "one_process": reference[0] if reference else None,
+        "one_process": expected[0] if expected else None,
         **{name: getattr(arguments, name) for name in PASSED_ON},
     }
     name = f"lora.{turn:02}.{system}"
-    rows, ending = run_launch("lora_job.py", name, settings, arguments, limit_s, packages)
+    alone = argparse.Namespace(**vars(arguments) | {"gpus": 1})
+    on = alone if system == REFERENCE else arguments
+    rows, ending = run_launch("lora_job.py", name, settings, on, limit_s, packages)
     if ending.problem is not None:
         status = OUT_OF_MEMORY if "OutOfMemoryError" in ending.problem else "failed"
         rows.append({"system": system, "status": status, "reason": ending.problem})
@@ -71,9 +76,9 @@ def run_system(
 def write_report(arguments: argparse.Namespace, rows: Sequence[Row], where: Row) -> None:
     write_lines([{**row, "machine": where} for row in rows], arguments.out / "lora.jsonl")
     layers = arguments.num_layers or MODELS[arguments.model]["num_hidden_layers"]
-    text = heading(f"LoRA on one GPU: {hardware(where, 1)}", where)
+    text = heading(f"LoRA, a row on each GPU: {hardware(where, arguments.gpus)}", where)
     text += f"{arguments.model}, {layers} layers.\n\n"
-    shown = [row for row in rows if row["status"] != "reference"]
+    shown = [row for row in rows if row["status"] != REFERENCE]
     shown.sort(key=lambda row: row.get("num_tokens", 0))
     (arguments.out / "lora.md").write_text(text + table(COLUMNS, shown))
 
@@ -92,10 +97,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     names = [without_packages(system)[0] for system in parsed.systems]
     if unknown := sorted({*names} - {*NAMES}):
         parser.error(f"--systems {' '.join(unknown)}: name {', '.join(NAMES)}.")
-    if names[0] == "unsloth":
-        parser.error("--systems unsloth: it changes transformers. Name another before it.")
-    if parsed.gpus != 1:
-        parser.error(f"--gpus {parsed.gpus}: this script is about one GPU.")
     return parsed
 
 
@@ -103,7 +104,7 @@ def main(command_line: Sequence[str] | None = None) -> None:
     arguments = parse_arguments(command_line)
     with tempfile.TemporaryDirectory() as arguments.weights:
         launch, report = partial(run_system, arguments), partial(write_report, arguments)
-        run_all("lora", arguments.systems, launch, report, arguments)
+        run_all("lora", [REFERENCE, *arguments.systems], launch, report, arguments)
 
 
 if __name__ == "__main__":

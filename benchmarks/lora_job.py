@@ -1,9 +1,9 @@
 """One launch of lora.py: a trainer's first step compared with one process, then steps timed.
 
-Started by lora.py with a file that says what to do; appends a line of JSON for each length.
+Started by lora.py with a file that says what to do; appends a line of JSON for each length. The
+launch "reference" writes the model, and what one process computes with it.
 """
 
-import gc
 import json
 import os
 import sys
@@ -28,10 +28,10 @@ from systems.model import checkpoint_layers, make_model, random_row
 from systems.ours import launch_environment
 from torch import nn
 from torch.distributed.elastic.utils.distributed import get_free_port
-from trainers_job import common_arguments, ours_config, tokenizer
+from trainers_job import common_arguments, tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 
-from longctx_patch import LongContextTrainer
+from longctx_patch import LongContextConfig, LongContextTrainer
 from longctx_patch.hf.layers.fused_layers import fuse_layers
 from longctx_patch.planner.model_shape import shape_of
 
@@ -168,7 +168,7 @@ class Watch(TrainerCallback):
                 "num_tokens": num_tokens,
                 "status": "ok",
                 **timing._asdict(),
-                "tokens_per_s": num_tokens / timing.seconds,
+                "tokens_per_s_per_gpu": num_tokens / timing.seconds,
                 **largest(self.peaks[-steps:]),
                 "losses": self.losses[lengths_of(self.settings).index(num_tokens) :],
                 "steps_s": seconds[lengths_of(self.settings).index(num_tokens) - 1 :],
@@ -193,9 +193,11 @@ def with_liger(job: Job) -> dict[str, Any]:
 
 
 def rows_of(settings: Row, job: Job) -> list[list[int]]:
+    """All ranks' rows, step after step: the same for each, so that their mean is one's gradient."""
     return [
         random_row(tokens, job.shape.vocab_size, torch.device("cpu"))[0].tolist()
         for tokens in lengths_of(settings)
+        for _ in range(job.num_ranks)
     ]
 
 
@@ -206,7 +208,7 @@ def run_trainer(settings: Row, job: Job, watch: Watch, *, is_ours: bool = False)
     model, given = read_model(settings, job), arguments_of(settings, job)
     more: dict[str, Any] = {}
     if is_ours:
-        more = {"long_context": ours_config({"checkpoint": "auto"}, job)}
+        more = {"long_context": LongContextConfig(checkpoint="auto")}
         fuse_layers(model, "liger" if job.device.type == "cuda" else "none")
     else:
         given |= with_liger(job)
@@ -226,13 +228,13 @@ def run_trainer(settings: Row, job: Job, watch: Watch, *, is_ours: bool = False)
 
 
 def run_sharded(settings: Row, job: Job, watch: Watch) -> None:
-    """Ours as `longctx patch` sets up one GPU: FSDP2 around one process, in place of autocast."""
+    """Ours as `longctx patch` sets it up: FSDP2, around one process in place of autocast."""
     if job.device.type == "cuda":
         one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
-        os.environ.update(one | meeting | launch_environment(1))
+        alone = one | meeting if job.num_ranks == 1 else {}
+        os.environ.update(alone | launch_environment(job.num_ranks))
     run_trainer(settings, job, watch, is_ours=True)
-    finish()
 
 
 def run_sft(settings: Row, job: Job, watch: Watch, model: Any = None) -> None:
@@ -289,18 +291,17 @@ SYSTEMS: dict[str, Callable[[Row, Job, Watch], None]] = {
 
 def run(settings: Row) -> None:
     config = model_config(settings["model"], settings["num_layers"], longest(settings))
-    job = Job(own_device(), 0, 1, shape_of(config, "model"))
+    rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    job = Job(own_device(), rank, num_ranks, shape_of(config, "model"))
 
     def say(row: Row) -> None:
-        who = {"system": settings["system"], "versions": versions()}
-        append_line(who | row, Path(settings["lines"]))
+        if job.rank == 0:
+            who = {"system": settings["system"], "versions": versions()}
+            append_line(who | row, Path(settings["lines"]))
 
     if settings["one_process"] is None:
-        settings["one_process"] = write_model(settings, job)
-        say({"status": "reference", "one_process": settings["one_process"]})
-        gc.collect()  # what is left of this model would count in the system's peak
-        if job.device.type == "cuda":
-            torch.cuda.empty_cache()
+        say({"status": settings["system"], "one_process": write_model(settings, job)})
+        return
     watch = Watch(settings, job, say)
     try:
         SYSTEMS[settings["system"]](settings, job, watch)
@@ -309,6 +310,7 @@ def run(settings: Row) -> None:
     except torch.OutOfMemoryError as error:
         reason = str(error).splitlines()[0][:200]
         say({"num_tokens": watch.num_tokens, "status": OUT_OF_MEMORY, "reason": reason})
+    finish()
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def test_wrong_steps_are_reported_and_right_ones_timed(
     ]
     for row in timed:
         assert row["status"] == "ok"
-        assert row["tokens_per_s"] == pytest.approx(row["num_tokens"] / row["seconds"])
+        assert row["tokens_per_s_per_gpu"] == pytest.approx(row["num_tokens"] / row["seconds"])
         assert len(row["losses"]) == 2 + (4 if row["system"] == "ours_fsdp2" else 1)
         assert max(row["check"]["differences"].values()) < 1e-4
     assert wrong["status"] == "wrong"
