@@ -186,8 +186,7 @@ def check_family(rank: int, world_size: int, family: str, dtype: torch.dtype) ->
             model.to("cuda", dtype)
             own.append(compared(stock_step(copy.deepcopy(model), lengths), wanted))
             for config, group, steps in zip(configs, groups, found, strict=True):
-                with what_runs(model) as ran:
-                    step = sharded_step(copy.deepcopy(model), config, group, lengths)
+                step, ran = sharded_step(copy.deepcopy(model), config, group, lengths)
                 assert ran.functions == expected_to_run(model), (config, ran)
                 together = set[str]() if len(lengths) == 1 else run_together(model)
                 assert ran.together == together, (config, ran)
@@ -272,13 +271,14 @@ def watch(ran: Ran, what: tuple[str, bool], function: Any) -> Any:
 
 def sharded_step(
     model: Any, config: LongContextConfig, group: SequenceGroup, lengths: tuple[int, ...]
-) -> Step:
-    handle = patch(model, config, group=group)
-    loss = model(**whole_row(lengths, "cuda")).loss
-    loss.backward()
+) -> tuple[Step, Ran]:
+    handle = patch(model, config, group=group)  # which asks what runs, and takes `watch` for a kernel
+    with what_runs(model) as ran:
+        loss = model(**whole_row(lengths, "cuda")).loss
+        loss.backward()
     handle.unpatch()
     grads = {name: mean_over_ranks(grad.double()) for name, grad in gradients(model).items()}
-    return Step(mean_over_ranks(loss.detach()), grads)
+    return Step(mean_over_ranks(loss.detach()), grads), ran
 
 
 @DTYPES
