@@ -75,11 +75,11 @@ class Measured(NamedTuple):
     def line(self) -> str:
         """The line of the page's table: what was measured, and how far the prediction is off."""
         result = self.predicted()
-        notes = " without FSDP" * (not self.fsdp) + " states on the host" * self.states_on_host
-        notes += " (recipe)" * self.is_recipe
-        notes += f", {self.policies}" * bool(self.policies)
+        notes = ["cuDNN"] * (self.kernel == "cudnn") + ["without FSDP"] * (not self.fsdp)
+        notes += ["states on the host"] * self.states_on_host + ["recipe"] * self.is_recipe
+        notes += [self.policies] * bool(self.policies)
         gpus = f"{self.gpus}" if self.gpu == "H200" else f"{self.gpus} {self.gpu}"
-        line = f"| {gpus} | `{self.run}`{notes} |"
+        line = f"| {gpus} | {', '.join([f'`{self.run}`', *notes])} |"
         line += f" {self.peak_gib:.1f} ({result.memory.total / GIB / self.peak_gib - 1:+.1%}) |"
         line += f" {self.seconds:.3f} ({result.time.total / self.seconds - 1:+.1%}) |"
         if self.host_gib is None:
