@@ -272,8 +272,8 @@ def watch(ran: Ran, what: tuple[str, bool], function: Any) -> Any:
 def sharded_step(
     model: Any, config: LongContextConfig, group: SequenceGroup, lengths: tuple[int, ...]
 ) -> tuple[Step, Ran]:
-    handle = patch(model, config, group=group)  # which asks what runs, and takes `watch` for a kernel
-    with what_runs(model) as ran:
+    handle = patch(model, config, group=group)
+    with what_runs(model) as ran:  # only now: `patch` would take a watched function for a kernel
         loss = model(**whole_row(lengths, "cuda")).loss
         loss.backward()
     handle.unpatch()
