@@ -61,10 +61,10 @@ def part_of(activity: Activity) -> str:
     if name.startswith("nccl") or "memcpy ptop" in name:
         belongs = "fsdp" in ranges or _any(FSDP_COLLECTIVES, name)
         return "FSDP" if belongs else COMMUNICATION
+    if "fsdp" in ranges or _any(FSDP_COPIES, name):  # its casts are multi_tensor_apply too
+        return "FSDP"
     if "optimizer" in ranges or _any(OPTIMIZER, name):
         return "optimizer"
-    if "fsdp" in ranges or _any(FSDP_COPIES, name):
-        return "FSDP"
     if _any(ATTENTION, name):
         return "attention backward" if _any(BACKWARD, name) else "attention forward"
     if "loss" in ranges.split() or _any(LOSS, name):

@@ -152,7 +152,7 @@ def decide(model: str, options: PatchOptions) -> Decisions:
         sharing=sharing,
         model_config=scaled,
         old_config=config,
-        launch_yaml=_launch_yaml(options, sharing.settings),
+        launch_yaml=_launch_yaml(options, sharing),
         names_gpus=cluster is not None,
         losses=losses,
     )
@@ -187,7 +187,8 @@ def _settings(model: str, options: PatchOptions, cluster: Cluster | None) -> Set
     )
 
 
-def _launch_yaml(options: PatchOptions, settings: Settings) -> str:
+def _launch_yaml(options: PatchOptions, sharing: Sharing) -> str:
+    settings, predicted = sharing.settings, sharing.predicted
     return accelerate_yaml(
         options.num_gpus,
         settings.ulysses * settings.ring,
@@ -196,4 +197,5 @@ def _launch_yaml(options: PatchOptions, settings: Settings) -> str:
         cpu=options.cpu,
         mixed_precision="no" if options.cpu else "bf16",
         states_on_host=options.states_on_host,
+        keeps_gathered=predicted is not None and predicted.candidate.keeps_gathered,
     )

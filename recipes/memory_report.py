@@ -15,8 +15,8 @@ from longctx_patch.planner.advice import advice, cluster_here
 from longctx_patch.planner.job import Cluster, Job, WeightsDtype
 from longctx_patch.planner.machines import GIB
 from longctx_patch.planner.model_shape import shape_of
-from longctx_patch.planner.search import Result, result_of
-from longctx_patch.plugin import states_on_host
+from longctx_patch.planner.search import Result, result_of, result_with
+from longctx_patch.plugin import keeps_gathered, states_on_host
 from longctx_patch.recipes.settings import Settings
 
 OPTIONS = (
@@ -70,6 +70,7 @@ def out_of_memory(
             cluster,
             fsdp=accelerator.is_fsdp2,
             states_on_host=states_on_host(accelerator),
+            keeps_gathered=keeps_gathered(accelerator),
         )
     except ValueError as reason:  # a model that the planner does not know
         return OutOfMemory("\n".join([*lines, f"Nothing was predicted: {reason}"]))
@@ -99,6 +100,7 @@ def predict_run(
     *,
     fsdp: bool = True,
     states_on_host: bool = False,
+    keeps_gathered: bool = False,
     rows_per_step: int | None = None,
 ) -> Result:
     """Predict memory and time of these settings. Raises ValueError for what is not covered.
@@ -123,7 +125,9 @@ def predict_run(
         backward_plan="auto",
         ranks_per_node=None,
     )
-    return result_of(job, predicted, offload_states=states_on_host)
+    found = result_of(job, predicted, offload_states=states_on_host)
+    kept = replace(found.candidate, keeps_gathered=keeps_gathered)
+    return result_with(job, kept) if keeps_gathered else found
 
 
 def job_of(

@@ -3,6 +3,7 @@
 from longctx_patch.families.stored_tensors import NeedsWholeReading
 from longctx_patch.plugin.accelerator import (
     close_accelerator,
+    keeps_gathered,
     make_accelerator,
     states_on_host,
 )
@@ -16,6 +17,7 @@ __all__ = [
     "SequenceParallelismConfig",
     "accelerate_yaml",
     "close_accelerator",
+    "keeps_gathered",
     "load_sharded",
     "make_accelerator",
     "states_on_host",
