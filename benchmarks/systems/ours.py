@@ -107,7 +107,7 @@ def launch_environment(
 ) -> dict[str, str]:
     """The variables that `accelerate launch` exports for the FSDP2 settings of a run folder, in
     which all ranks share a sequence."""
-    where = {"states_on_host": states_on_host, "keeps_gathered": keeps_gathered}
+    where: dict[str, Any] = {"states_on_host": states_on_host, "keeps_gathered": keeps_gathered}
     written = yaml.safe_load(accelerate_yaml(num_ranks, num_ranks, fsdp=True, **where))
     exported = {key.upper(): str(value) for key, value in written["fsdp_config"].items()}
     exported["ACCELERATE_MIXED_PRECISION"] = written["mixed_precision"]
