@@ -186,7 +186,9 @@ def check_least_memory_of_the_group(rank: int) -> None:
         use = it.handle.checkpointing.memory
         assert use is not None
         if rank == 1:
-            meter.capacity_bytes = capacity_beside(use, 0.9)
+            meter.capacity_bytes = capacity_beside(
+                use, 0.75
+            )  # one layer, whenever a message is freed
         for _ in range(3):
             assert_equal(counted_step(it), wanted)
         mine = torch.tensor(it.handle.checkpointing.num_whole_layers)
