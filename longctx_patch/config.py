@@ -83,15 +83,13 @@ class LongContextConfig:
     measurement."""
 
     checkpoint: CheckpointPolicy = "none"
-    """`none`: keep all activations; `products`: all but what activation functions return, which
-    matrix products get again in backward; `full`: recompute each layer, attention included;
+    """`none`: keep all activations; `full`: recompute each layer, attention included;
     `attention`: recompute each layer but keep attention's output and lse, so that the recompute
     runs neither its kernel nor its communication (DISTFLASHATTN, section 3.3), and what recurrent
     layers got of other ranks; `offload`: as `attention`, but what a layer keeps is in pinned host
     memory until backward; `auto`: measures memory in the first steps, then takes `none` for as many
-    of the last layers as the GPU has room for if all have room for `products`, else that for as
-    many as have, `attention` for the others, and `offload` for the first ones if need be
-    (`longctx_patch.memory.auto`; on CPU `attention` for all)."""
+    of the last layers as the GPU has room for, `attention` for the others, and `offload` for the
+    first ones if need be (`longctx_patch.memory.auto`; on CPU `attention` for all)."""
 
     attention_kept: float = 1.0
     """Share of a row's tokens, from 0 to 1, whose output and lse a layer keeps under `attention`,

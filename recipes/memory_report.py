@@ -24,6 +24,8 @@ OPTIONS = (
     "--ring), or shorter rows; docs/how-to/fit-the-memory.md has the order."
 )
 
+RESHARDS = "fsdp_reshard_after_forward: true in accelerate.yaml frees gathered weights; "
+
 
 class OutOfMemory(RuntimeError):
     """A step did not fit into the memory of a GPU."""
@@ -80,7 +82,8 @@ def out_of_memory(
     lines += [
         f"Predicted: {predicted.memory.total / GIB:.1f} GiB with --checkpoint "
         f"{settings.checkpoint} ({parts}).",
-        f"To change: {_for_the_recipe(advice(predicted))}. `longctx plan` compares more.",
+        f"To change: {RESHARDS if keeps_gathered(accelerator) else ''}"
+        f"{_for_the_recipe(advice(predicted))}. `longctx plan` compares more.",
     ]
     return OutOfMemory("\n".join(lines))
 

@@ -1,8 +1,7 @@
 """Policy `auto`: recompute only as many layers as the memory at hand demands.
 
 Every layer begins on the lowest rung of `LADDER`, which takes least memory. Layers climb one rung
-at a time: first as many as fit from `offload` to `attention`, then as many as fit to `products`,
-and then to `none`.
+at a time: first as many as fit from `offload` to `attention`, then as many as fit to `none`.
 
 **Which layers climb.** The last ones. Backward frees their activations first, so among all choices
 of k layers those of the last k overlap least with what else is alive: they are gone already when an
@@ -20,10 +19,9 @@ of the optimizer has to be observed:
 
 **Measuring.** The first training pass measures, and so does the first pass of each new greatest
 number of tokens. In this pass the last layer of each kind is on the highest rung, and all layers
-are metered; what the last one would not keep under `products` is counted in its graph. The others
-keep attention until they have taken half of the margin, and are offloaded from there on, so that
-measuring needs as little device memory as possible; it may take all the host memory that may be
-taken. From the next pass on, layers climb, and each pass compares anew what was
+are metered. The others keep attention until they have taken half of the margin, and are offloaded
+from there on, so that measuring needs as little device memory as possible; it may take all the host
+memory that may be taken. From the next pass on, layers climb, and each pass compares anew what was
 measured with what is available. The bound is loose where the peak is not in the layers; a pass with
 more climbs shows this, and more layers follow. A rehearsal measures too (`AutoPolicy.know`), so
 that layers climb in the first pass already.
@@ -49,7 +47,6 @@ from longctx_patch.memory.ladder import (
     HIGHEST,
     LOWEST,
     RECENT,
-    STAGES,
     Extra,
     MemoryUse,
     Pass,
@@ -63,7 +60,7 @@ from longctx_patch.memory.limits import MARGIN
 from longctx_patch.memory.meter import Meter
 from longctx_patch.memory.offload import HostCopies
 from longctx_patch.memory.policies import LayerPolicy
-from longctx_patch.memory.run_layer import freeable_bytes, run_layer
+from longctx_patch.memory.run_layer import run_layer
 
 MEASURE = -1
 """Proposed in place of a number of climbs by a rank that has to measure. It is less than any such
@@ -93,15 +90,13 @@ class AutoPolicy:
         self._share = share
         self._fewest_climbs = 0 if host else len(kinds)
         self._climbs = self._fewest_climbs
-        self._most_possible = len(STAGES) * len(kinds)
-        self._ceiling = self._most_possible
+        self._ceiling = 2 * len(kinds)
         self._is_under_way = False
         self._retries = self._failures = 0
         """The meter's number of retries at the end of the last pass (at its start, if it has not
         ended), and its number of failures at the start of the last pass."""
         self.policies = after_climbs(self._climbs, len(kinds))
         self._allocated: list[int] = []
-        self._freeable: list[int] = []
         self._measuring_limit = 0.0
         self._is_measuring = False
         self._extra: tuple[Extra, ...] = ()
@@ -167,10 +162,9 @@ class AutoPolicy:
         """Begin a pass with the climbs that the ranks agreed on."""
         rest = self._meter.allocated()
         if climbs == MEASURE:
-            self._allocated, self._freeable, self._extra = [], [], ()
-            self._is_measuring = True
+            self._allocated, self._extra, self._is_measuring = [], (), True
             self._num_tokens, self._climbs = num_tokens, self._fewest_climbs
-            self._ceiling = self._most_possible
+            self._ceiling = 2 * len(self._kinds)
             self._measuring_limit = rest + MARGIN / 2 * self._meter.fillable(rest)
             self.policies = to_measure(self._kinds)
             self._start_window(rest, rest)
@@ -201,12 +195,11 @@ class AutoPolicy:
         if self._must_offload(layer):
             self.policies = (*self.policies[:layer], LOWEST, *self.policies[layer + 1 :])
         out = self._run(layer, forward, *args)
-        self._freeable.append(freeable_bytes(self.policies[layer], out, args[0]))
         if len(self._allocated) == len(self._kinds):
             self._allocated.append(self._meter.allocated())
             # Kept bytes are counted when the next layer begins: the input may be freed only then.
             kept = [after - before for before, after in pairwise(self._allocated)]
-            self._extra = measured_extra(self._kinds, kept, self._freeable, self.policies)
+            self._extra = measured_extra(self._kinds, kept, self.policies)
             self._is_measuring = False
         return out
 
@@ -278,7 +271,7 @@ class AutoPolicy:
         number of climbs does not fit, no greater one does.
         """
         num_layers = len(self._kinds)
-        climbs = range(self._fewest_climbs + 1, self._most_possible + 1)
+        climbs = range(self._fewest_climbs + 1, 2 * num_layers + 1)
 
         def is_too_many(number: int) -> bool:
             return not fits(*self._change_bytes(self.policies, after_climbs(number, num_layers)))

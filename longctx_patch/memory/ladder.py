@@ -10,9 +10,7 @@ from longctx_patch.memory.policies import POLICIES, LayerPolicy
 
 LADDER = POLICIES["auto"].rungs
 """Policies of a layer, from the cheapest in memory to the cheapest in time."""
-LOWEST, MIDDLE, _, HIGHEST = LADDER
-STAGES = range(len(LADDER) - 1)
-"""The climbs of one layer."""
+LOWEST, MIDDLE, HIGHEST = LADDER
 RECENT, SHORT = 8, 2
 """Memory is short if the allocator had to try again in `SHORT` or more of the last `RECENT` passes.
 A single one may come from a change in how its memory is laid out."""
@@ -22,8 +20,9 @@ class Extra(NamedTuple):
     """Bytes of the device that a layer keeps for backward beyond what it keeps one rung lower."""
 
     attention: int
-    products: int
+    """Bytes on the middle rung beyond the lowest."""
     none: int
+    """Bytes on the highest rung beyond the middle one."""
 
     def of(self, policy: LayerPolicy) -> int:
         """Bytes beyond what the layer keeps on the lowest rung."""
@@ -33,14 +32,14 @@ class Extra(NamedTuple):
 def after_climbs(climbs: int, num_layers: int) -> tuple[LayerPolicy, ...]:
     """Policies of all layers, first to last, once layers have climbed `climbs` rungs in all.
 
-    The last layers climb first, and all reach a rung before any climbs further.
+    The last layers climb first, and all reach the middle rung before any climbs further.
 
     Example:
         >>> after_climbs(1, 3), after_climbs(5, 3)
-        (('offload', 'offload', 'attention'), ('attention', 'products', 'products'))
+        (('offload', 'offload', 'attention'), ('attention', 'none', 'none'))
     """
     from_last = range(num_layers - 1, -1, -1)
-    return tuple(LADDER[sum(climbs > n + s * num_layers for s in STAGES)] for n in from_last)
+    return tuple(LADDER[(climbs > n) + (climbs > num_layers + n)] for n in from_last)
 
 
 def to_measure(kinds: Sequence[Hashable]) -> tuple[LayerPolicy, ...]:
@@ -51,13 +50,9 @@ def to_measure(kinds: Sequence[Hashable]) -> tuple[LayerPolicy, ...]:
 
 
 def measured_extra(
-    kinds: Sequence[Hashable],
-    kept_bytes: Sequence[int],
-    freeable_bytes: Sequence[int],
-    policies: Sequence[LayerPolicy],
+    kinds: Sequence[Hashable], kept_bytes: Sequence[int], policies: Sequence[LayerPolicy]
 ) -> tuple[Extra, ...]:
-    """The bytes that each layer keeps, by a pass with one layer of each kind on the highest rung,
-    and how many of these it need not keep one rung lower.
+    """The bytes that each layer keeps, by a pass with one layer of each kind on the highest rung.
 
     The first layers differ a little (buffers of FSDP, inputs without gradient), so medians are
     taken. Where no layer of a kind was on a rung, the bytes that a layer keeps there count as 0.
@@ -68,17 +63,10 @@ def measured_extra(
         for other, num_bytes, policy in zip(kinds, kept_bytes, policies, strict=True):
             if other == kind:
                 kept[policy].append(num_bytes)
-        lowest, middle, _, highest = (median_low(kept[p]) if kept[p] else 0 for p in LADDER)
-        freeable = max(n for other, n in zip(kinds, freeable_bytes, strict=True) if other == kind)
-        found[kind] = extra_of(max(0, middle - lowest), highest - (middle or lowest), freeable)
+        lowest, middle, highest = (median_low(kept[p]) if kept[p] else 0 for p in LADDER)
+        below = middle or lowest
+        found[kind] = Extra(max(0, middle - lowest), max(0, highest - below))
     return tuple(found[kind] for kind in kinds)
-
-
-def extra_of(attention: int, whole: int, freeable: int) -> Extra:
-    """The bytes of a layer that keeps `attention` bytes more on the middle rung, and on the highest
-    one `whole` bytes beyond that, `freeable` of which it need not keep one rung lower."""
-    none = min(freeable, max(0, whole))
-    return Extra(attention, max(0, whole) - none, none)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-LayerPolicy = Literal["none", "products", "full", "attention", "offload"]
+LayerPolicy = Literal["none", "full", "attention", "offload"]
 """Names of the policies that one layer can have."""
-CheckpointPolicy = Literal["none", "products", "full", "attention", "offload", "auto"]
+CheckpointPolicy = Literal["none", "full", "attention", "offload", "auto"]
 """Names of the policies that a config can have for all layers."""
 
 
@@ -51,9 +51,6 @@ class Policy:
     memory during forward, and comes back in backward while the layer after it is computed
     (`longctx_patch.memory.offload`). Where the host has no room, a policy for all layers raises
     HostMemoryFull; one that chooses by layer keeps the rest on the device."""
-    frees_inputs: bool = False
-    """Inputs of matrix products that elementwise functions returned are not kept, but computed
-    again, each when backward reaches its product (`longctx_patch.memory.products`)."""
     action: str = ""
     """What layers do under it, as the predicate of a sentence."""
     summary: str
@@ -63,11 +60,6 @@ class Policy:
         """Says whether a layer's recompute is given what forward kept
         (`longctx_patch.memory.replay`), if attention is to be kept for a share of the tokens."""
         return self.keeps_attention and share > 0
-
-    @property
-    def runs_layers(self) -> bool:
-        """Says whether layers run other than by themselves."""
-        return self.recomputes_layer or self.frees_inputs
 
     @property
     def chooses_by_layer(self) -> bool:
@@ -85,15 +77,6 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
                 recomputes_layer=False,
                 action="recompute nothing",
                 summary="all activations are kept: fastest, most memory",
-            ),
-            Policy(
-                name="products",
-                rungs=("products",),
-                recomputes_layer=False,
-                frees_inputs=True,
-                action="recompute activation functions",
-                summary="all activations are kept except what elementwise functions return for "
-                "matrix products: a fifth less than none",
             ),
             Policy(
                 name="full",
@@ -122,12 +105,12 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
             ),
             Policy(
                 name="auto",
-                rungs=("offload", "attention", "products", "none"),
+                rungs=("offload", "attention", "none"),
                 recomputes_layer=True,
                 keeps_attention=True,
                 on_host=True,
-                summary="none, products, attention or offload by layer, as the GPU's memory "
-                "demands (CPU: attention)",
+                summary="none, attention or offload by layer, as the GPU's memory demands (CPU: "
+                "attention)",
             ),
         )
     }

@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 from longctx_patch.memory.offload import HostCopies
 from longctx_patch.memory.policies import POLICIES, LayerPolicy
-from longctx_patch.memory.products import free_inputs_of_products
 from longctx_patch.memory.replay import Getter, as_it_is, checkpoint_contexts
 
 
@@ -29,10 +28,7 @@ def run_layer(
     """
     record = POLICIES[policy]
     if not record.recomputes_layer:
-        out = forward(*args)
-        if record.frees_inputs:
-            free_inputs_of_products(_hidden(out), args[0])
-        return out
+        return forward(*args)
     share = share if record.replays(share) else 0.0
     if not record.on_host:
         return _checkpoint(as_it_is, share, forward, *args)
@@ -42,19 +38,6 @@ def run_layer(
         out = _checkpoint(kept.keep, share, forward, *args)
     kept.leave()
     return out
-
-
-def freeable_bytes(policy: LayerPolicy, out: Any, hidden: Tensor) -> int:
-    """Bytes that a layer which ran under `policy` keeps, and need not keep under `products`."""
-    if POLICIES[policy].runs_layers:
-        return 0
-    return free_inputs_of_products(_hidden(out), hidden, only_count=True)
-
-
-def _hidden(out: Any) -> Tensor:
-    """The hidden states that a layer returned, some layers beside other tensors."""
-    hidden: Tensor = out if isinstance(out, Tensor) else out[0]
-    return hidden
 
 
 def _checkpoint(

@@ -38,9 +38,6 @@ class LayerBytes:
     """The layer's input."""
     passing: float
     """What backward of the MLP holds beside what was kept."""
-    freeable: float
-    """Kept only without `longctx_patch.memory.products`: what activation functions return, and
-    trained norms of torch's operators."""
 
     @property
     def whole(self) -> float:
@@ -73,7 +70,6 @@ def layer_bytes(job: Job, candidate: Candidate, kind: LayerShape) -> LayerBytes:
         more = 0 if kind.experts is not None else inner * (shape.num_mlp_products - 2)
         mlp += more
         passing += more
-    freeable = _freeable(job, kind)
     if job.lora:
         # Adapters keep the inputs of their layers, which are there already, and tensors of their
         # rank in between.
@@ -90,23 +86,7 @@ def layer_bytes(job: Job, candidate: Candidate, kind: LayerShape) -> LayerBytes:
         input=hidden,
         # Gradients of an MLP's input and output are whole even if its inner tensors are tiled.
         passing=passing if mlp_tiles == 1 else 2 * hidden + (mlp + passing) / mlp_tiles,
-        freeable=freeable if mlp_tiles == 1 else 0.0,
     )
-
-
-def _freeable(job: Job, kind: LayerShape) -> float:
-    if job.dtype == "nf4":  # adapters keep a copy
-        return 0.0
-    shape, norms = job.shape, 0
-    inner = BF16 * (
-        kind.experts.width * kind.experts.num_chosen if kind.experts else shape.intermediate_size
-    )
-    has_gate = kind.experts is not None or shape.num_mlp_products == 3
-    # Liger Kernel's SwiGLU keeps no result of silu. Experts run transformers' operators.
-    split = has_gate and (kind.experts is not None or not job.fused_layers)
-    if not (job.fused_layers or job.lora or kind.has_wide_norms):
-        norms = min(kind.num_norms, 2) * BF16 * shape.hidden_size
-    return (2 if split else 1) * inner + norms
 
 
 def checkpoint_bytes(candidate: Candidate, layer: LayerBytes) -> float:
@@ -118,7 +98,7 @@ def kept_bytes(policy: LayerPolicy, candidate: Candidate, layer: LayerBytes) -> 
     """Bytes for each token that a layer keeps on the GPU while other layers are computed."""
     record = POLICIES[policy]
     if not record.recomputes_layer:
-        return layer.whole - (layer.freeable if record.frees_inputs else 0)
+        return layer.whole
     if record.on_host:
         return 0.0
     return checkpoint_bytes(candidate, layer) if record.keeps_attention else layer.input

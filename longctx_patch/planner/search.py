@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from longctx_patch.config import LongContextConfig
-from longctx_patch.memory.ladder import HIGHEST, STAGES, after_climbs
+from longctx_patch.memory.ladder import HIGHEST, after_climbs
 from longctx_patch.memory.limits import MARGIN, RESERVE, tiles_that_fit
 from longctx_patch.memory.policies import POLICIES, Policy
 from longctx_patch.planner.degrees import TIE, Way, best_way, decide
@@ -269,7 +269,7 @@ def result_of(job: Job, config: LongContextConfig, *, offload_states: bool = Fal
     # A climb takes memory of the GPU and gives some of the host back.
     usable = usable_bytes(job)
     climbs = bisect_left(
-        range(1, len(STAGES) * num_layers + 1), True, key=lambda n: climbed(n).memory.total > usable
+        range(1, 2 * num_layers + 1), True, key=lambda n: climbed(n).memory.total > usable
     )
     return climbed(climbs)
 

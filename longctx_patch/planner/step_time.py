@@ -25,8 +25,6 @@ ELEMENTWISE_SHARE = 0.77
 of a step of 131,072 tokens and 8 layers of Llama-3.1-8B on 4 H200."""
 UNFUSED = 3.0
 """The factor by which more bytes move where each of these is several of torch's operations."""
-READ_AND_WRITTEN = 3
-"""Bytes that an elementwise function of two tensors moves for each byte of its result."""
 GATED_NORM_BYTES = 66
 """Bytes that the gated norm of a delta net's output moves for each number: ten of torch's
 operators read and write bfloat16 and float32."""
@@ -116,11 +114,6 @@ def predict_time(job: Job, candidate: Candidate, tokens: float, attention: Atten
         number * (3 * _elementwise_bytes(job, kind)) for kind, number in shape.kinds.items()
     )
     moved += tokens * sum(_elementwise_bytes(job, kind) for kind in _recomputed(job, candidate))
-    moved += tokens * sum(
-        READ_AND_WRITTEN * layer_bytes(job, candidate, kind).freeable
-        for kind, policy in _with_policies(job, candidate)
-        if POLICIES[policy].frees_inputs
-    )
     head, bandwidth = shape.head_weights, machine.copy_bandwidth
     # FLOPs for each weight: two forward, two for the input's gradient, two more if it is trained.
     each = 6 if job.trains_head else 4

@@ -31,7 +31,7 @@ def test_the_folder_says_what_is_predicted(run: Run, config: Write, tmp_path: Pa
     code, output = patch(run, config(**LLAMA_8B), tmp_path / "run", "4xH200", *words)
     assert code == 0, output
     readme = (tmp_path / "run" / "README.md").read_text()
-    assert "| memory | 127 GiB of a GPU | predicted for 4xH200, of 129 that it may be |" in readme
+    assert "| memory | 125 GiB of a GPU | predicted for 4xH200, of 129 that it may be |" in readme
     assert "tokens/s per GPU, 52% MFU" in readme
     settings = yaml.safe_load((tmp_path / "run" / "finetune.yaml").read_text())
     assert settings["hardware"] == "h200"

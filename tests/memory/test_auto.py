@@ -14,13 +14,12 @@ from longctx_patch.memory.auto import MEASURE, AutoPolicy
 from longctx_patch.memory.ladder import RECENT, Extra, Pass, Rehearsed, after_climbs, measured_extra
 from longctx_patch.memory.limits import MARGIN
 from longctx_patch.memory.offload import HostCopies
-from longctx_patch.memory.policies import LayerPolicy
 from tests.memory.live_bytes import Counts
 
 LAYERS = 8
 CHEAP, EXTRA = 2, 10
-"""Bytes per token that a layer keeps under `attention`, and that `products` adds to them."""
-KEPT = {"offload": 0, "attention": CHEAP, "products": CHEAP + EXTRA, "none": CHEAP + EXTRA}
+"""Bytes per token that a layer keeps under `attention`, and that `none` adds to them."""
+KEPT = {"offload": 0, "attention": CHEAP, "none": CHEAP + EXTRA}
 
 
 @dataclass
@@ -64,8 +63,7 @@ class Training:
 
     @property
     def whole(self) -> int:
-        """Layers that are not recomputed."""
-        return sum(policy in ("products", "none") for policy in self.auto.policies)
+        return self.auto.policies.count("none")
 
     def forward(self, tokens: int, *, others: int = MEASURE) -> Pass:
         """`others`: the number of climbs that another rank proposes (default: the same)."""
@@ -79,9 +77,8 @@ class Training:
     def per_token(self, layer: int) -> int:
         return KEPT[self.auto.policies[layer]]
 
-    def compute(self, tokens: int, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+    def compute(self, tokens: int, layer: int, _: torch.Tensor) -> None:
         self.machine.hold(tokens * self.per_token(layer))
-        return hidden
 
     def backward(self, this: Pass) -> None:
         for layer in reversed(range(LAYERS)):
@@ -94,7 +91,7 @@ class Training:
         self.auto.end(this)
 
     def train(self, tokens: int = 10, *, others: int = MEASURE) -> int:
-        """Run one pass; return how many layers were whole in it."""
+        """Run one pass; return how many layers were whole (`none`) in it."""
         self.backward(self.forward(tokens, others=others))
         return self.whole
 
@@ -110,35 +107,26 @@ def capacity_for(whole: int, *, tokens: int = 10, besides: int = 100) -> int:
     return int((need + tokens * EXTRA - 1) / (1 - MARGIN)) - 1
 
 
-def reached(climbs: int) -> tuple[LayerPolicy, ...]:
-    """Policies where memory suffices for so many climbs, of which the last stage takes none."""
-    return after_climbs(climbs if climbs < 2 * LAYERS else 3 * LAYERS, LAYERS)
-
-
 def test_extra_of_each_kind_is_measured_on_one_of_it() -> None:
     kinds = ["dense", "experts", "experts", "dense", "experts", "alone"]
     kept = [90, 20, 22, 50, 80, 70]
     policies = ("attention", "attention", "attention", "none", "none", "none")
     # The first dense layer holds what others don't, so it seems to keep more than a whole layer.
-    dense, experts, alone = Extra(90, 0, 0), Extra(20, 45, 15), Extra(0, 0, 70)
-    freeable = [0, 0, 0, 15, 15, 99]
-    found = measured_extra(kinds, kept, freeable, policies)  # type: ignore[arg-type]
+    dense, experts, alone = Extra(90, 0), Extra(20, 60), Extra(0, 70)
+    found = measured_extra(kinds, kept, policies)  # type: ignore[arg-type]
     assert found == (dense, experts, experts, dense, experts, alone)
-    rungs: tuple[LayerPolicy, ...] = ("offload", "offload", "attention", "none")
-    seen = measured_extra(["a"] * 4, [9, 3, 10, 90], [0, 0, 0, 30], rungs)
-    assert seen == (Extra(7, 50, 30),) * 4
-    found = measured_extra(["a"] * 2, [3, 90], [0, 0], ("offload", "none"))
-    assert found == (Extra(0, 87, 0),) * 2
+    seen = measured_extra(["a"] * 4, [9, 3, 10, 90], ("offload", "offload", "attention", "none"))
+    assert seen == (Extra(7, 80),) * 4
+    assert measured_extra(["a"] * 2, [3, 90], ("offload", "none")) == (Extra(0, 87),) * 2
 
 
 def test_all_layers_reach_a_rung_before_any_climbs_further() -> None:
     def letters(climbs: int) -> str:
         return "".join(policy[0] for policy in after_climbs(climbs, 3))
 
-    climbed = ["ooo", "ooa", "oaa", "aaa", "aap", "app", "ppp", "ppn", "pnn", "nnn"]
-    assert [letters(n) for n in range(10)] == climbed
-    assert [Extra(2, 10, 4).of(policy) for policy in after_climbs(4, 3)] == [2, 2, 12]
-    assert [Extra(2, 10, 4).of(policy) for policy in ("offload", "none")] == [0, 16]
+    assert [letters(n) for n in range(7)] == ["ooo", "ooa", "oaa", "aaa", "aan", "ann", "nnn"]
+    assert [Extra(2, 10).of(policy) for policy in after_climbs(4, 3)] == [2, 2, 12]
+    assert Extra(2, 10).of("offload") == 0
 
 
 def test_layers_climb_after_one_measured_pass_and_no_higher_than_fits() -> None:
@@ -147,7 +135,7 @@ def test_layers_climb_after_one_measured_pass_and_no_higher_than_fits() -> None:
         assert [training.train() for _ in range(4)] == [1] + [max(whole, 1)] * 3
         use = training.auto.use
         assert use is not None
-        assert use.extra_bytes == (Extra(10 * CHEAP, 10 * EXTRA, 0),) * LAYERS
+        assert use.extra_bytes == (Extra(10 * CHEAP, 10 * EXTRA),) * LAYERS
         assert use.peak_bytes <= (1 - MARGIN) * use.capacity_bytes
     assert training.auto.policies == ("none",) * LAYERS
 
@@ -166,7 +154,7 @@ def test_with_a_host_layers_leave_where_attention_does_not_fit() -> None:
             training.train(tokens)
         assert training.machine.highest <= training.machine.capacity_bytes
         found = training.auto.policies
-        assert found == reached(climbs), (climbs, found)
+        assert found == after_climbs(climbs, LAYERS), (climbs, found)
 
 
 def test_what_a_rehearsal_knew_need_not_be_measured() -> None:
@@ -184,7 +172,7 @@ def test_what_a_rehearsal_knew_need_not_be_measured() -> None:
             training = Training.on(int((need + CHEAP) / (1 - MARGIN)) + 1, offloads=True)
             stays = tokens * CHEAP * max(0, fewest - 1)
             rehearsed = Rehearsed(
-                extra_bytes=Extra(tokens * CHEAP, tokens * EXTRA, 0),
+                extra_bytes=Extra(tokens * CHEAP, tokens * EXTRA),
                 host_layers=host_layers,
                 peak_bytes=lowest + stays,
                 rest_bytes=100 + states,
@@ -199,7 +187,7 @@ def test_what_a_rehearsal_knew_need_not_be_measured() -> None:
             assert training.machine.highest <= training.machine.capacity_bytes
             # The bound counts the last layer's recompute once too often.
             assert found[0].count("offload") >= found[-1].count("offload") >= LAYERS - climbs
-            assert set(found[1:]) == {reached(climbs)}, (climbs, found)
+            assert set(found[1:]) == {after_climbs(climbs, LAYERS)}, (climbs, found)
             training.train(tokens + 1)
             assert training.auto.policies[-1] == "none"  # a longer row is measured
 
@@ -207,7 +195,7 @@ def test_what_a_rehearsal_knew_need_not_be_measured() -> None:
 @pytest.mark.parametrize("too_much", [0, 100, 200, 300])
 def test_a_rehearsal_that_was_too_careful_holds_for_one_pass(too_much: int) -> None:
     """From the second pass on the policies are right, even if the first has the rehearsed ones."""
-    extra = Extra(10 * CHEAP, 10 * EXTRA, 0)
+    extra = Extra(10 * CHEAP, 10 * EXTRA)
     expected = 100 + LAYERS * 10 * CHEAP + 10 * EXTRA + too_much
     training = Training.on(capacity_for(4), offloads=True)
     found = Rehearsed(extra_bytes=extra, host_layers=0, peak_bytes=expected, rest_bytes=100)
@@ -513,7 +501,7 @@ def test_an_output_that_is_kept_holds_nothing_up() -> None:
 def test_a_forward_that_failed_is_measured_again() -> None:
     training = Training.on(10_000)
     training.auto.begin(10, training.auto.propose(10))
-    training.auto.run(0, partial(training.compute, 2, 0), torch.zeros(1))
+    training.auto.run(0, lambda: training.machine.hold(20))
     assert training.auto.use is None
     assert training.auto.propose(10) == MEASURE
     assert [training.train() for _ in range(2)] == [1, LAYERS]

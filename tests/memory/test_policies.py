@@ -39,15 +39,13 @@ class Means(NamedTuple):
     """Bytes that a policy keeps, written down here and not read from its record."""
 
     kept: int
-    """Bytes of a layer that stay on the device until backward; a lower bound for `none` and
-    `products`, which keep what autograd does."""
+    """Bytes of a layer that stay on the device until backward; for `none` a lower bound."""
     on_host: int
     """Bytes of a layer in host memory."""
 
 
 MEANS: dict[LayerPolicy, Means] = {
     "none": Means(4 * (INPUT + RESULTS), 0),
-    "products": Means(3 * INPUT + RESULTS, 0),
     "full": Means(INPUT, 0),
     "attention": Means(INPUT + RESULTS, 0),
     "offload": Means(0, INPUT + RESULTS),
@@ -76,14 +74,7 @@ def test_a_name_leads_to_the_bytes_that_it_says(policy: LayerPolicy) -> None:
     it.step()
     assert it.handle.checkpointing.host_bytes == LAYERS * MEANS[policy].on_host
     kept = kept_bytes(policy)
-    is_bound = policy in ("none", "products")
-    assert kept >= MEANS[policy].kept if is_bound else kept == MEANS[policy].kept
-
-
-def test_products_keep_nothing_that_elementwise_functions_returned() -> None:
-    inner = 4 * BATCH * LENGTH * tiny_model().config.intermediate_size
-    # silu of the gate, its product with up, and both norms' results before and after the weight.
-    assert kept_bytes("none") - kept_bytes("products") == 2 * inner + 4 * INPUT
+    assert kept == MEANS[policy].kept if policy != "none" else kept >= MEANS[policy].kept
 
 
 def test_auto_leads_to_the_rungs_that_it_names() -> None:
@@ -97,7 +88,7 @@ def test_auto_leads_to_the_rungs_that_it_names() -> None:
     it = Trained(tiny_model(), checkpoint="auto")
     it.step()
     assert it.handle.checkpointing.policies == ("attention", "attention")
-    assert POLICIES["auto"].rungs == ("offload", "attention", "products", "none")
+    assert POLICIES["auto"].rungs == ("offload", "attention", "none")
 
 
 def test_every_name_has_a_record_and_every_layer_policy_is_its_only_rung() -> None:

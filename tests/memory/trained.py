@@ -29,10 +29,7 @@ Gradients = dict[str, Tensor]
 """The loss of a step, and the gradient of each parameter by its name."""
 
 
-FORWARDS: dict[LayerPolicy, int] = {
-    **{"none": 1, "products": 1},
-    **{"full": 2, "attention": 1, "offload": 1},
-}
+FORWARDS: dict[LayerPolicy, int] = {"none": 1, "full": 2, "attention": 1, "offload": 1}
 """How often attention's forward runs in a step, written down here and not read from records."""
 REPLAYS = ("attention", "offload")
 """Policies whose backward gets attention's results from forward."""

@@ -158,7 +158,6 @@ def test_layers_are_recomputed_as_their_policy_says() -> None:
     }
     assert found == {
         "none": "none",
-        "products": "none",
         "full": "whole",
         "attention": "replay",
         "offload": "replay",

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 
 from longctx_patch.cli.plan_report import as_json, render
-from longctx_patch.memory.ladder import LADDER, after_climbs
+from longctx_patch.memory.ladder import after_climbs
 from longctx_patch.memory.policies import CheckpointPolicy
 from longctx_patch.planner import attention_cost as costs
 from longctx_patch.planner.degrees import TIE
@@ -68,10 +68,11 @@ def test_auto_climbs_as_long_as_it_fits(gpus: str, tokens: int) -> None:
     job = llama_job(gpus, tokens)
     partly = 0
     for result in (r for r in search(job) if r.candidate.checkpoint == "auto" and r.fits):
-        climbs = sum(LADDER.index(policy) for policy in result.candidate.policies)
+        rungs = {"offload": 0, "attention": 1, "none": 2}
+        climbs = sum(rungs[policy] for policy in result.candidate.policies)
         assert result.candidate.policies == after_climbs(climbs, 32)
         assert with_climbs(result, climbs) == pytest.approx(result.memory.total)
-        if climbs < 96:
+        if climbs < 64:
             partly += 1
             assert with_climbs(result, climbs + 1) > usable_bytes(job)
     assert partly or tokens == 2**12
@@ -82,7 +83,7 @@ def test_auto_climbs_as_long_as_it_fits(gpus: str, tokens: int) -> None:
     [
         ("4xH200", True, "auto", True),
         ("4xH200", True, "none", True),
-        ("4xH200", True, "products", False),
+        ("4xH200", True, "attention", False),
         ("4xH200", False, "auto", False),
         ("4xRTX4090", True, "auto", False),  # some layers are recomputed
     ],

@@ -44,12 +44,13 @@ def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 138.5 * GIB)
 
 
-def report(config: Any = SHAPE, *, num_gpus: int = 4, **values: Any) -> str:
+def report(config: Any = SHAPE, *, num_gpus: int = 4, reshards: bool = True, **values: Any) -> str:
     """The message of a run on `num_gpus` GPUs that ran out of memory."""
     accelerator = SimpleNamespace(
         device=torch.device("cpu"), num_processes=num_gpus, is_fsdp2=True, state=SimpleNamespace()
     )
-    accelerator.state.fsdp_plugin = SimpleNamespace(cpu_offload=None)
+    plugin = SimpleNamespace(cpu_offload=None, reshard_after_forward=reshards)
+    accelerator.state.fsdp_plugin = plugin
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
     with (
         pytest.raises(memory_report.OutOfMemory) as said,
@@ -71,6 +72,13 @@ def test_what_was_used_and_predicted_and_flags_that_fit() -> None:
         "To change: --full --dtype float32 --ulysses 4 --ring 1 --checkpoint auto --mlp-tiles 1 is"
         in lines[3]
     )
+
+
+@pytest.mark.usefixtures("on_h200")
+def test_weights_that_were_gathered_once_are_named_first() -> None:
+    said = report(checkpoint="none", reshards=False)
+    assert "To change: fsdp_reshard_after_forward: true in accelerate.yaml frees" in said
+    assert "fsdp_reshard" not in report(checkpoint="none")
 
 
 @pytest.mark.usefixtures("on_h200")

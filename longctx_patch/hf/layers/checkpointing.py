@@ -187,7 +187,7 @@ class LayerCheckpoints:
 
     def bind(self) -> Callable[[], None]:
         """Take the layers over; return a function that gives them back."""
-        if not self._policy.runs_layers:
+        if not self._policy.recomputes_layer:
             return lambda: None
         return transformers_api.checkpoint_layers(self._model, self._run)
 

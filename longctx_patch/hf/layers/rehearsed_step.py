@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from longctx_patch.hf.layers.checkpointing import LayerCheckpoints
-from longctx_patch.memory.ladder import Extra, Rehearsed, extra_of
+from longctx_patch.memory.ladder import Extra, Rehearsed
 from longctx_patch.memory.meter import Meter
 from longctx_patch.memory.random_state import RandomState
-from longctx_patch.memory.run_layer import freeable_bytes, run_layer
+from longctx_patch.memory.run_layer import run_layer
 
 NUM_LAYERS = 3
 
@@ -47,7 +47,6 @@ class Rehearsal:
         self._before: list[int] = []
         self._after: list[int] = []
         self._bytes_to_host: list[int] = []
-        self._freeable_bytes = 0
         self._loss_peak = 0
 
     def step(
@@ -109,8 +108,6 @@ class Rehearsal:
         out: Tensor = run_layer(policy, forward, *args, host=self.host, share=share)
         self._after.append(self._meter.allocated())
         self._bytes_to_host.append(self.host.num_bytes - on_host)
-        if self.chooses_by_layer:
-            self._freeable_bytes = freeable_bytes(policy, out, args[0])
         if layer == self._first + NUM_LAYERS - 1 and out.requires_grad:
             out.register_hook(self._backward_reaches_layers)
         return out
@@ -139,11 +136,10 @@ class Rehearsal:
     def extra_bytes(self) -> Extra:
         """Returns what a layer keeps on each of several rungs beyond the one below."""
         if not self.chooses_by_layer:
-            return Extra(0, 0, 0)
+            return Extra(0, 0)
         attention = self._bytes_to_host[1] + self.stayed_bytes
         lower = attention + self.kept_bytes - self.stayed_bytes
-        whole = self._after[2] - self._before[2] - lower
-        return extra_of(attention, whole, self._freeable_bytes)
+        return Extra(attention, max(0, self._after[2] - self._before[2] - lower))
 
     def layers_with_room(self, held_bytes: int) -> int:
         """The number of layers for which the host has room, if a run holds `held_bytes` of it."""
@@ -198,7 +194,7 @@ class WholeStep:
     def _last_layer_bytes(self) -> int:
         """Returns what the last layer kept in the rehearsal and need not keep."""
         extra, has_room = self.rehearsal.extra_bytes, self.host_layers >= self.rehearsal.num_layers
-        return extra.products + extra.none + (extra.attention if has_room else 0)
+        return extra.none + (extra.attention if has_room else 0)
 
     @property
     def _kept_by_others(self) -> int:
