@@ -89,7 +89,7 @@ def test_the_flags_are_the_recipes() -> None:
     required = ["--model", "m", "--output", "out", "--text", "t", "--seq-len", "8"]
     found = parse_settings([*required, *words])
     assert (found.lora_rank, found.ulysses, found.checkpoint) == (8, 4, "auto")
-    more = {"seq_len": 3 * 2**20, "ulysses": 2, "gradient_accumulation_steps": 2}
+    more: dict[str, Any] = {"seq_len": 3 * 2**20, "ulysses": 2, "gradient_accumulation_steps": 2}
     said = report(checkpoint="none", **more).splitlines()[3]
     words = said.split("To change: ")[1].split(" is predicted")[0].split()
     found = parse_settings([*required, *words])
