@@ -276,13 +276,19 @@ def result_of(job: Job, config: LongContextConfig, *, offload_states: bool = Fal
 
 def with_weights_gathered(found: Result) -> Result:
     """The same run with FSDP2's weights gathered once, for forward and backward, if nothing is
-    recomputed and they fit; as it is otherwise."""
+    recomputed and they fit twice; as it is otherwise.
+
+    What `auto` measures of a layer takes some of its gathered weights for its neighbour's, and
+    weights that an evaluation left whole count as memory that others hold. With as much again free,
+    neither makes a layer recompute or a GPU full.
+    """
     job, candidate = found.job, found.candidate
     keeps_all = {*candidate.policies} == {HIGHEST} and not candidate.offload_states
     if not (job.fsdp and keeps_all):
         return found
     gathered = result_with(job, replace(candidate, keeps_gathered=True))
-    return gathered if gathered.memory.total <= usable_bytes(job) else found
+    takes = max(0.0, gathered.memory.total - found.memory.total)
+    return gathered if gathered.memory.total + takes <= usable_bytes(job) else found
 
 
 def tokens_of_a_rank(job: Job, degree: int) -> int:
