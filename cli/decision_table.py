@@ -182,11 +182,7 @@ def _weights(decisions: Decisions) -> tuple[str, str]:
         return f"{size_text(whole)} of hosts (FSDP2)", why
     if decisions.options.fsdp:
         share = size_text(whole / decisions.options.num_gpus)
-        predicted = decisions.sharing.predicted
-        why = f"{size_text(whole)} over all GPUs in {dtype}"
-        if predicted is not None and predicted.candidate.keeps_gathered:
-            why += "; gathered once for forward and backward, since memory suffices"
-        return f"{share} per GPU (FSDP2)", why
+        return f"{share} per GPU (FSDP2)", f"{size_text(whole)} over all GPUs in {dtype}"
     return f"{size_text(whole)} per process", f"a whole copy in each, in {dtype}"
 
 

@@ -152,7 +152,7 @@ def decide(model: str, options: PatchOptions) -> Decisions:
         sharing=sharing,
         model_config=scaled,
         old_config=config,
-        launch_yaml=_launch_yaml(options, sharing),
+        launch_yaml=_launch_yaml(options, sharing.settings),
         names_gpus=cluster is not None,
         losses=losses,
     )
@@ -187,8 +187,7 @@ def _settings(model: str, options: PatchOptions, cluster: Cluster | None) -> Set
     )
 
 
-def _launch_yaml(options: PatchOptions, sharing: Sharing) -> str:
-    settings, predicted = sharing.settings, sharing.predicted
+def _launch_yaml(options: PatchOptions, settings: Settings) -> str:
     return accelerate_yaml(
         options.num_gpus,
         settings.ulysses * settings.ring,
@@ -197,5 +196,4 @@ def _launch_yaml(options: PatchOptions, sharing: Sharing) -> str:
         cpu=options.cpu,
         mixed_precision="no" if options.cpu else "bf16",
         states_on_host=options.states_on_host,
-        keeps_gathered=predicted is not None and predicted.candidate.keeps_gathered,
     )

@@ -24,7 +24,7 @@ from longctx_patch.planner.job import (
 )
 from longctx_patch.planner.machines import MACHINES, Hardware
 from longctx_patch.planner.recurrent_cost import RecurrentWork
-from longctx_patch.planner.search import Result, possible_degrees, with_weights_gathered
+from longctx_patch.planner.search import Result, possible_degrees
 from longctx_patch.recipes.memory_report import job_of, predict_run
 from longctx_patch.recipes.settings import Settings
 from longctx_patch.sequence.documents import Documents
@@ -146,10 +146,9 @@ class Sharer:
         """Returns what a run with these settings takes."""
         on_host, rows = self.options.states_on_host, self.options.step_rows
         assert self.cluster is not None
-        found = predict_run(
+        return predict_run(
             settings, self.config, self.cluster, states_on_host=on_host, rows_per_step=rows
         )
-        return with_weights_gathered(found)
 
     def _prediction(self, settings: Settings) -> Result | None:
         """Returns what the run is predicted to take; None where it is not (`why_unpredicted`).

@@ -15,16 +15,14 @@ from longctx_patch.planner.advice import advice, cluster_here
 from longctx_patch.planner.job import Cluster, Job, WeightsDtype
 from longctx_patch.planner.machines import GIB
 from longctx_patch.planner.model_shape import shape_of
-from longctx_patch.planner.search import Result, result_of, result_with
-from longctx_patch.plugin import keeps_gathered, states_on_host
+from longctx_patch.planner.search import Result, result_of
+from longctx_patch.plugin import states_on_host
 from longctx_patch.recipes.settings import Settings
 
 OPTIONS = (
     "To change: --checkpoint offload, --mlp-tiles, more processes for each row (--ulysses, "
     "--ring), or shorter rows; docs/how-to/fit-the-memory.md has the order."
 )
-
-RESHARDS = "fsdp_reshard_after_forward: true in accelerate.yaml frees gathered weights; "
 
 
 class OutOfMemory(RuntimeError):
@@ -72,7 +70,6 @@ def out_of_memory(
             cluster,
             fsdp=accelerator.is_fsdp2,
             states_on_host=states_on_host(accelerator),
-            keeps_gathered=keeps_gathered(accelerator),
         )
     except ValueError as reason:  # a model that the planner does not know
         return OutOfMemory("\n".join([*lines, f"Nothing was predicted: {reason}"]))
@@ -82,8 +79,7 @@ def out_of_memory(
     lines += [
         f"Predicted: {predicted.memory.total / GIB:.1f} GiB with --checkpoint "
         f"{settings.checkpoint} ({parts}).",
-        f"To change: {RESHARDS if keeps_gathered(accelerator) else ''}"
-        f"{_for_the_recipe(advice(predicted))}. `longctx plan` compares more.",
+        f"To change: {_for_the_recipe(advice(predicted))}. `longctx plan` compares more.",
     ]
     return OutOfMemory("\n".join(lines))
 
@@ -103,7 +99,6 @@ def predict_run(
     *,
     fsdp: bool = True,
     states_on_host: bool = False,
-    keeps_gathered: bool = False,
     rows_per_step: int | None = None,
 ) -> Result:
     """Predict memory and time of these settings. Raises ValueError for what is not covered.
@@ -128,9 +123,7 @@ def predict_run(
         backward_plan="auto",
         ranks_per_node=None,
     )
-    found = result_of(job, predicted, offload_states=states_on_host)
-    kept = replace(found.candidate, keeps_gathered=keeps_gathered)
-    return result_with(job, kept) if keeps_gathered else found
+    return result_of(job, predicted, offload_states=states_on_host)
 
 
 def job_of(

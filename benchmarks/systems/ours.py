@@ -55,7 +55,7 @@ class Ours(TorchTrained):
                 "ulysses= and ring= that multiply to a part of it."
             )
         if is_sharded:
-            os.environ.update(launch_environment(job.num_ranks, keeps_gathered=not reshards))
+            os.environ.update(launch_environment(job.num_ranks, reshards))
         self._accelerator = make_accelerator(
             config,
             dp_replicate_size=self.rows_at_once if is_sharded and shards == "row" else None,
@@ -103,12 +103,13 @@ def with_adapter(model: PreTrainedModel) -> Any:
 
 
 def launch_environment(
-    num_ranks: int, *, states_on_host: bool = False, keeps_gathered: bool = False
+    num_ranks: int, reshards: bool = True, *, states_on_host: bool = False
 ) -> dict[str, str]:
     """The variables that `accelerate launch` exports for the FSDP2 settings of a run folder, in
     which all ranks share a sequence."""
-    where: dict[str, Any] = {"states_on_host": states_on_host, "keeps_gathered": keeps_gathered}
-    written = yaml.safe_load(accelerate_yaml(num_ranks, num_ranks, fsdp=True, **where))
-    exported = {key.upper(): str(value) for key, value in written["fsdp_config"].items()}
+    text = accelerate_yaml(num_ranks, num_ranks, fsdp=True, states_on_host=states_on_host)
+    written = yaml.safe_load(text)
+    settings = written["fsdp_config"] | {"fsdp_reshard_after_forward": reshards}
+    exported = {key.upper(): str(value) for key, value in settings.items()}
     exported["ACCELERATE_MIXED_PRECISION"] = written["mixed_precision"]
     return {"ACCELERATE_USE_FSDP": "true", **exported}

@@ -245,8 +245,6 @@ class Candidate:
     """Share of the tokens whose attention layers keep."""
     offload_states: bool = False
     """Whether FSDP2 keeps weights, gradients and the optimizer on the host, and steps there."""
-    keeps_gathered: bool = False
-    """Whether weights that FSDP2 gathered for forward stay until backward has used them."""
     recurrence: RecurrencePrediction | None = None
     """How the recurrence of a recurrent layer runs, and what it takes; None: no layer has one."""
 

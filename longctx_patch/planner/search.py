@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from longctx_patch.config import LongContextConfig
-from longctx_patch.memory.ladder import HIGHEST, after_climbs
+from longctx_patch.memory.ladder import after_climbs
 from longctx_patch.memory.limits import MARGIN, RESERVE, tiles_that_fit
 from longctx_patch.memory.policies import POLICIES, Policy
 from longctx_patch.planner.degrees import TIE, Way, best_way, decide
@@ -233,8 +233,7 @@ def _of_way(job: Job, way: Way) -> Iterator[Result]:
     ]
     for offload_states, (policy, share) in product((False, True) if job.fsdp else (False,), kept):
         config = LongContextConfig(checkpoint=policy, attention_kept=share)
-        found = result_of(job, way.applied_to(config), offload_states=offload_states)
-        yield with_weights_gathered(found)
+        yield result_of(job, way.applied_to(config), offload_states=offload_states)
 
 
 def _shares(policy: Policy) -> tuple[float, ...]:
@@ -272,23 +271,6 @@ def result_of(job: Job, config: LongContextConfig, *, offload_states: bool = Fal
         range(1, 2 * num_layers + 1), True, key=lambda n: climbed(n).memory.total > usable
     )
     return climbed(climbs)
-
-
-def with_weights_gathered(found: Result) -> Result:
-    """The same run with FSDP2's weights gathered once, for forward and backward, if nothing is
-    recomputed and they fit twice; as it is otherwise.
-
-    What `auto` measures of a layer takes some of its gathered weights for its neighbour's, and
-    weights that an evaluation left whole count as memory that others hold. With as much again free,
-    neither makes a layer recompute or a GPU full.
-    """
-    job, candidate = found.job, found.candidate
-    keeps_all = {*candidate.policies} == {HIGHEST} and not candidate.offload_states
-    if not (job.fsdp and keeps_all):
-        return found
-    gathered = result_with(job, replace(candidate, keeps_gathered=True))
-    takes = max(0.0, gathered.memory.total - found.memory.total)
-    return gathered if gathered.memory.total + takes <= usable_bytes(job) else found
 
 
 def tokens_of_a_rank(job: Job, degree: int) -> int:

@@ -132,17 +132,12 @@ def _accumulates(job: Job, candidate: Candidate) -> bool:
     return job.forwards(candidate.sequence_degree) > 1
 
 
-def _gathered(job: Job, candidate: Candidate, until: int, in_use: int = 0) -> float:
-    """Bytes that FSDP has gathered: weights of layers that are in use, or of all before layer
-    `until` and the embeddings if they stay; and the head with the norm before it, which stays whole
-    from its use to the end."""
+def _gathered(job: Job, layer_weights: int) -> float:
+    """Bytes that FSDP has gathered: weights of whole layers, and the head with the norm before it,
+    which stays whole from its use to the end."""
     if not job.fsdp:
         return 0.0
-    shape = job.shape
-    if not candidate.keeps_gathered:
-        return BF16 * (in_use + shape.head_weights)
-    outside = shape.num_weights - shape.weights_in_layers
-    return BF16 * (outside + sum(kind.weights for kind in shape.layers[:until]))
+    return BF16 * (layer_weights + job.shape.head_weights)
 
 
 def _cast(job: Job, linear_weights: int) -> float:
@@ -198,10 +193,7 @@ def _loss(job: Job, candidate: Candidate, tokens: float) -> Components:
     )
     buffer += _cast(job, alive + shape.head_weights)
     return Components(
-        weights=weights
-        + _gathered(job, candidate, shape.num_layers)
-        + buffer
-        + _factors(job, candidate, shape.num_layers),
+        weights=weights + _gathered(job, 0) + buffer + _factors(job, candidate, shape.num_layers),
         gradients=head + (gradients if _accumulates(job, candidate) else 0.0),
         optimizer=optimizer,
         checkpoints=_kept(job, candidate, tokens, until=shape.num_layers),
@@ -244,7 +236,7 @@ def _backward(
     buffer = BF16 * (before or kind.weights) if job.fsdp else 0
     return Components(
         weights=weights
-        + _gathered(job, candidate, number + 1, in_use=kind.weights + before)
+        + _gathered(job, kind.weights + before)
         + buffer
         + _cast(job, alive)
         + _factors(job, candidate, number + 1),

@@ -130,7 +130,7 @@ def predict_time(job: Job, candidate: Candidate, tokens: float, attention: Atten
         loss=forwards
         * tokens
         * (each * head / machine.matmul_flops + LOSS_BYTES * shape.vocab_size / bandwidth),
-        fsdp=forwards * _fsdp_seconds(job, candidate, products_s),
+        fsdp=forwards * _fsdp_seconds(job, products_s),
         offload=forwards * _offload_seconds(job, candidate, tokens, attention),
         optimizer=_optimizer_seconds(job, candidate),
     )
@@ -234,22 +234,21 @@ def _delta_net_bytes(shape: RecurrentShape) -> float:
     return BF16 * (4 * (keys + values) + 2 * keys) + GATED_NORM_BYTES * values
 
 
-def _fsdp_seconds(job: Job, candidate: Candidate, compute_s: float) -> float:
+def _fsdp_seconds(job: Job, compute_s: float) -> float:
     """Seconds of FSDP that nothing hides: copies, the last reduction, and messages beyond the time
-    of matrix products. Half of what it copies is taken to be gathered in backward."""
+    of matrix products."""
     ranks, machine, shape = job.cluster.num_gpus, job.cluster.hardware, job.shape
     if not job.fsdp:
         return 0.0
     one_node = ranks <= machine.gpus_per_node
     link = machine.intra_node if one_node else machine.inter_node
     away = (ranks - 1) / ranks
-    gathered = (1 if candidate.keeps_gathered else 2) * BF16 * shape.num_weights
+    gathered = 2 * BF16 * shape.num_weights
     reduced = FP32 * job.trained_weights
     travels_s = (gathered + reduced) * away / link.bandwidth
     trains_embeddings = not job.lora or "embeddings" in job.also_train
     last = FP32 * shape.head_weights * away / link.bandwidth if trains_embeddings else 0
-    copied = FSDP_BYTES / (2 if candidate.keeps_gathered else 1)
-    copies_s = shape.num_weights * copied / machine.copy_bandwidth
+    copies_s = shape.num_weights * FSDP_BYTES / machine.copy_bandwidth
     return copies_s + last + max(0.0, travels_s - compute_s)
 
 

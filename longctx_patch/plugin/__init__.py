@@ -3,7 +3,6 @@
 from longctx_patch.families.stored_tensors import NeedsWholeReading
 from longctx_patch.plugin.accelerator import (
     close_accelerator,
-    keeps_gathered,
     make_accelerator,
     states_on_host,
 )
@@ -17,7 +16,6 @@ __all__ = [
     "SequenceParallelismConfig",
     "accelerate_yaml",
     "close_accelerator",
-    "keeps_gathered",
     "load_sharded",
     "make_accelerator",
     "states_on_host",

@@ -199,12 +199,6 @@ def states_on_host(accelerator: Accelerator) -> bool:
     return plugin is not None and isinstance(plugin.cpu_offload, CPUOffloadPolicy)
 
 
-def keeps_gathered(accelerator: Accelerator) -> bool:
-    """Says whether weights that FSDP2 gathered for forward stay until backward has used them."""
-    plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
-    return plugin is not None and plugin.reshard_after_forward is False
-
-
 class _Accelerator(Accelerator):
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepare a scheduler that steps once an optimizer step, whatever the number of processes:

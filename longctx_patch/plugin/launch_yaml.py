@@ -22,17 +22,14 @@ def accelerate_yaml(
     cpu: bool = False,
     mixed_precision: str = "bf16",
     states_on_host: bool = False,
-    keeps_gathered: bool = False,
 ) -> str:
     """YAML text for `num_processes` processes, `sequence_degree` of which share a sequence.
 
     With `fsdp` parameters are sharded over all ranks (FSDP2), otherwise each rank holds the model.
     A single process gains from FSDP2 too: float32 master weights, and adapters that are computed in
     the low precision without autocast's copies. With `states_on_host` as well, parameters,
-    gradients and the optimizer are in host memory, and the optimizer steps there. With
-    `keeps_gathered` weights that were gathered for forward stay until backward has used them, in
-    place of being gathered twice. With `cpu` the processes run on the CPU even where there is a
-    GPU.
+    gradients and the optimizer are in host memory, and the optimizer steps there. With `cpu` the
+    processes run on the CPU even where there is a GPU.
 
     Raises:
         ValueError: degrees that do not fit the processes, or FSDP where it cannot work.
@@ -60,7 +57,7 @@ def accelerate_yaml(
         }
     settings |= {"mixed_precision": mixed_precision} | _device_settings(num_processes, cpu)
     if fsdp:
-        settings["fsdp_config"] = _fsdp_settings(states_on_host, keeps_gathered)
+        settings["fsdp_config"] = _fsdp_settings(states_on_host)
     if num_processes > 1:
         data_parallel = num_processes // sequence_degree
         settings["parallelism_config"] = {
@@ -115,12 +112,12 @@ def _device_settings(num_processes: int, cpu: bool) -> dict[str, Any]:
     return {"use_cpu": False, "gpu_ids": ",".join(["-1"] * num_processes)}
 
 
-def _fsdp_settings(states_on_host: bool, keeps_gathered: bool) -> dict[str, Any]:
+def _fsdp_settings(states_on_host: bool) -> dict[str, Any]:
     return {
         "fsdp_version": 2,
         # No class is named: Accelerate wraps the model's own _no_split_modules.
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_reshard_after_forward": not keeps_gathered,
+        "fsdp_reshard_after_forward": True,
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
         "fsdp_offload_params": states_on_host,
         "fsdp_cpu_ram_efficient_loading": False,

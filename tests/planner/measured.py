@@ -44,7 +44,6 @@ class Measured(NamedTuple):
     """Attention's, as `longctx_patch.kernels` calls it."""
     fsdp: bool = True
     states_on_host: bool = False
-    keeps_gathered: bool = False
     is_recipe: bool = False
     """Whether this is the second step of the recipe, which clips gradients."""
     policies: str = ""
@@ -67,18 +66,16 @@ class Measured(NamedTuple):
             clips=self.is_recipe,
             **asked,
         )
-        found = result_of(job, config, offload_states=self.states_on_host).candidate
+        found = result_of(job, config, offload_states=self.states_on_host)
         words = self.policies.split()
         pairs: Any = zip(words[::2], words[1::2], strict=True)
         policies = tuple(policy for number, policy in pairs for _ in range(int(number)))
-        ran = replace(found, keeps_gathered=self.keeps_gathered)
-        return result_with(job, replace(ran, policies=policies or found.policies))
+        return result_with(job, replace(found.candidate, policies=policies)) if policies else found
 
     def line(self) -> str:
         """The line of the page's table: what was measured, and how far the prediction is off."""
         result = self.predicted()
         notes = ["cuDNN"] * (self.kernel == "cudnn") + ["without FSDP"] * (not self.fsdp)
-        notes += ["weights gathered once"] * self.keeps_gathered
         notes += ["states on the host"] * self.states_on_host + ["recipe"] * self.is_recipe
         notes += [self.policies] * bool(self.policies)
         gpus = f"{self.gpus}" if self.gpu == "H200" else f"{self.gpus} {self.gpu}"

@@ -8,21 +8,13 @@ import pytest
 
 from longctx_patch.cli.plan_report import as_json, render
 from longctx_patch.memory.ladder import after_climbs
-from longctx_patch.memory.policies import CheckpointPolicy
 from longctx_patch.planner import attention_cost as costs
 from longctx_patch.planner.degrees import TIE
 from longctx_patch.planner.job import Cluster, Job, parse_cluster
 from longctx_patch.planner.machines import GIB, MACHINES
 from longctx_patch.planner.model_shape import shape_of
 from longctx_patch.planner.named_models import NAMED
-from longctx_patch.planner.search import (
-    Result,
-    fastest_shared,
-    longest,
-    search,
-    usable_bytes,
-    with_weights_gathered,
-)
+from longctx_patch.planner.search import Result, fastest_shared, longest, search, usable_bytes
 from longctx_patch.planner.step_memory import LAYER_OBJECTS_BYTES, predict_memory
 from longctx_patch.planner.step_time import predict_attention
 from tests.planner.jobs import llama_job, result_of
@@ -76,35 +68,6 @@ def test_auto_climbs_as_long_as_it_fits(gpus: str, tokens: int) -> None:
             partly += 1
             assert with_climbs(result, climbs + 1) > usable_bytes(job)
     assert partly or tokens == 2**12
-
-
-@pytest.mark.parametrize(
-    ("gpus", "fsdp", "checkpoint", "is_kept"),
-    [
-        ("4xH200", True, "auto", True),
-        ("4xH200", True, "none", True),
-        ("4xH200", True, "attention", False),
-        ("4xH200", False, "auto", False),
-        ("4xRTX4090", True, "auto", False),  # some layers are recomputed
-    ],
-)
-def test_weights_are_gathered_once_where_nothing_has_to_make_room_for_them(
-    gpus: str, fsdp: bool, checkpoint: CheckpointPolicy, is_kept: bool
-) -> None:
-    job = llama_job(gpus, 2**15, lora=True, fsdp=fsdp)
-    found = result_of(job, ulysses=4, ring=1, checkpoint=checkpoint)
-    gathered = with_weights_gathered(found)
-    assert gathered.candidate.keeps_gathered is is_kept
-    if is_kept:
-        assert gathered.memory.total - found.memory.total <= 2 * job.shape.num_weights
-        assert gathered.time.fsdp < found.time.fsdp
-        cluster = job.cluster
-        narrow = replace(cluster.hardware, memory_bytes=gathered.memory.total + 12 * GIB)
-        full = replace(found, job=replace(job, cluster=replace(cluster, hardware=narrow)))
-        assert gathered.memory.total < usable_bytes(full.job)  # but not twice what that takes
-        assert with_weights_gathered(full) is full
-    else:
-        assert gathered is found
 
 
 def test_what_is_too_large_says_of_what() -> None:

@@ -18,7 +18,6 @@ from longctx_patch.config import LongContextConfig
 from longctx_patch.plugin import (
     SequenceParallelismConfig,
     accelerator,
-    keeps_gathered,
     make_accelerator,
     states_on_host,
 )
@@ -270,18 +269,13 @@ def test_fsdp_reduces_in_float32_and_leaves_the_loss_alone(
 
 @pytest.mark.parametrize("is_fsdp2", [False, True])
 @pytest.mark.parametrize("moved", [False, True])
-def test_what_the_launcher_exported(
-    is_fsdp2: bool, moved: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """States are on the host, and weights gathered once, only under FSDP2, if the launcher exports
-    that."""
+def test_states_on_host(is_fsdp2: bool, moved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States are on the host only under FSDP2, if the launcher exports offloading."""
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", str(moved).lower())
-    monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", str(moved).lower())
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     assert isinstance(plugin.cpu_offload, CPUOffloadPolicy) is moved
     fake: Any = SimpleNamespace(is_fsdp2=is_fsdp2, state=SimpleNamespace(fsdp_plugin=plugin))
     assert states_on_host(fake) is (is_fsdp2 and moved)
-    assert keeps_gathered(fake) is (is_fsdp2 and not moved)
 
 
 @pytest.mark.parametrize(

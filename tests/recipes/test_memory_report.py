@@ -44,13 +44,12 @@ def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 138.5 * GIB)
 
 
-def report(config: Any = SHAPE, *, num_gpus: int = 4, reshards: bool = True, **values: Any) -> str:
+def report(config: Any = SHAPE, *, num_gpus: int = 4, **values: Any) -> str:
     """The message of a run on `num_gpus` GPUs that ran out of memory."""
     accelerator = SimpleNamespace(
         device=torch.device("cpu"), num_processes=num_gpus, is_fsdp2=True, state=SimpleNamespace()
     )
-    plugin = SimpleNamespace(cpu_offload=None, reshard_after_forward=reshards)
-    accelerator.state.fsdp_plugin = plugin
+    accelerator.state.fsdp_plugin = SimpleNamespace(cpu_offload=None)
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
     with (
         pytest.raises(memory_report.OutOfMemory) as said,
@@ -75,13 +74,6 @@ def test_what_was_used_and_predicted_and_flags_that_fit() -> None:
 
 
 @pytest.mark.usefixtures("on_h200")
-def test_weights_that_were_gathered_once_are_named_first() -> None:
-    said = report(checkpoint="none", reshards=False)
-    assert "To change: fsdp_reshard_after_forward: true in accelerate.yaml frees" in said
-    assert "fsdp_reshard" not in report(checkpoint="none")
-
-
-@pytest.mark.usefixtures("on_h200")
 def test_the_flags_are_the_recipes() -> None:
     """The advice parses as flags of the recipe; what the YAML decides is named as its line."""
     said = report(checkpoint="none", full=False, lora_rank=8, dtype="bfloat16").splitlines()[3]
@@ -89,7 +81,7 @@ def test_the_flags_are_the_recipes() -> None:
     required = ["--model", "m", "--output", "out", "--text", "t", "--seq-len", "8"]
     found = parse_settings([*required, *words])
     assert (found.lora_rank, found.ulysses, found.checkpoint) == (8, 4, "auto")
-    more: dict[str, Any] = {"seq_len": 3 * 2**20, "ulysses": 2, "gradient_accumulation_steps": 2}
+    more = {"seq_len": 3 * 2**20, "ulysses": 2, "gradient_accumulation_steps": 2}
     said = report(checkpoint="none", **more).splitlines()[3]
     words = said.split("To change: ")[1].split(" is predicted")[0].split()
     found = parse_settings([*required, *words])
