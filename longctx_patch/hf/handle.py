@@ -60,8 +60,7 @@ def _ready(batch: Item, prepared: Future[None]) -> Item:
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Within the context the model is in evaluation mode and makes no gradients.
 
-    Afterwards each module has the mode that it had, and FSDP2 holds shards of weights alone, some
-    of which would else stay whole until the next backward, also in saving.
+    Afterwards each module has the mode that it had, and FSDP2 holds shards alone.
     """
     modes = {module: module.training for module in model.modules()}
     model.eval()
@@ -71,8 +70,15 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        hold_shards_alone(model)
+
+
+def hold_shards_alone(model: nn.Module) -> None:
+    """Let FSDP2 free weights that a forward without backward left whole: all of the last group, in
+    which Accelerate puts the head. An optimizer does not know them, so that saving would fail."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 @dataclass(repr=False)

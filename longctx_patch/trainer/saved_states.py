@@ -29,6 +29,7 @@ from longctx_patch.checkpoints.states import (
 )
 from longctx_patch.health.progress import TimeLimits
 from longctx_patch.health.watchdog import Watchdog
+from longctx_patch.hf.handle import hold_shards_alone
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -69,6 +70,7 @@ class SavedStatesMixin(_Trainer):
     def _take_states(self) -> None:
         """Take what a checkpoint gets, as copies if a host has room and nobody looks for it before.
         Collective."""
+        hold_shards_alone(self.model)  # a callback may have evaluated
         self._late, self._is_late, frozen = [], False, _has_frozen(self.model)
         if self.args.save_only_model:
             whole = self.is_fsdp_enabled

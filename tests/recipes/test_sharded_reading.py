@@ -47,6 +47,7 @@ FSDP2 = {
     "FSDP_RESHARD_AFTER_FORWARD": "true",
 }
 WHOLE = ["--no-load-sharded"]
+EVALUATES = ["--eval-strategy", "steps", "--eval-steps", "2"]
 HOWS: tuple[tuple[str, list[str]], ...] = (("rows", []), ("whole", WHOLE))
 
 
@@ -58,7 +59,7 @@ def model(tmp_path: Path) -> Path:
     set_seed(5)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder, max_shard_size="20KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
-    for name, kind, seed in (("texts", "text", 4), ("pairs", "pairs", 3)):
+    for name, kind, seed in (("texts", "text", 4), ("held", "text", 9), ("pairs", "pairs", 3)):
         write_records(tmp_path / f"{name}.jsonl", rows(kind, 8, seed))
     return folder
 
@@ -146,7 +147,8 @@ def test_numbers_are_those_of_weights_read_whole(
     recipe: str, saving: list[str], newest: str, model: Path
 ) -> None:
     """To the last bit, of adapters beside which embeddings (tied ones too) and norms are trained;
-    also of a run that was resumed. test_text_model.py has runs that train all weights."""
+    also of a run that was resumed, and where a checkpoint follows an evaluation, which leaves the
+    norm and the head whole. test_text_model.py has runs that train all weights."""
     if recipe == "finetune":
         tied = AutoModelForCausalLM.from_pretrained(model)
         tied.config.tie_word_embeddings = True
@@ -155,6 +157,8 @@ def test_numbers_are_those_of_weights_read_whole(
             file.unlink()
         tied.save_pretrained(model, max_shard_size="20KB")
     usual = ["--lora", *saving, "--max-steps", "4", "--also-train", "embeddings,norms"]
+    if recipe == "sft":
+        usual += ["--eval-data", str(model.parent / "held.jsonl"), *EVALUATES]
     rows, whole = (arguments(recipe, model, how, *usual, *more) for how, more in HOWS)
     ours, theirs = (model.parent / how for how, _ in HOWS)
     found = run_all(recipe, rows, whole, [*rows, "--resume"], away={2: ours / newest})
