@@ -35,7 +35,6 @@ def test_options_on_the_command_line() -> None:
         (attention, "--configs waves=1", "Name fields of LongContextConfig"),
         (step, "--systems nosuch", "name one of ours, stock, accelerate_cp, alst"),
         (step, "--systems ours:waves", "has no value"),
-        (lora, "--systems unsloth", "Name another before it"),
         (lora, "--systems nosuch", "name ours, ours_fsdp2"),
     ],
 )
