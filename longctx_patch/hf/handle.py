@@ -74,8 +74,8 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def hold_shards_alone(model: nn.Module) -> None:
-    """Let FSDP2 free weights that a forward without backward left whole: all of the last group, in
-    which Accelerate puts the head. An optimizer does not know them, so that saving would fail."""
+    """Let FSDP2 free weights that a forward without backward left whole, such as the head. The
+    optimizer's states can't be named while they are."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers.trainer_pt_utils import find_batch_size
 
-from longctx_patch.hf.handle import PatchHandle, hold_shards_alone
+from longctx_patch.hf.handle import PatchHandle
 from longctx_patch.rules.together import refuse_together
 from longctx_patch.trainer.axis import num_processes
 from longctx_patch.trainer.evaluation import (
@@ -62,7 +62,6 @@ class EvaluationMixin(_Trainer):
             stack.callback(setattr, self._gather, "rows_of_batch", None)
             stack.enter_context(self.long_context_handle.sharing_evaluation())
             stack.enter_context(prepared_for_evaluation_alone(self.accelerator, self.model))
-            stack.callback(hold_shards_alone, self.model)
             output = super().evaluation_loop(*args, **kwargs)
         rows_of_step = self.args.eval_batch_size * num_groups
         self._steps_evaluated = ceil(output.num_samples / rows_of_step)

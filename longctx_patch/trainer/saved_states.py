@@ -70,7 +70,7 @@ class SavedStatesMixin(_Trainer):
     def _take_states(self) -> None:
         """Take what a checkpoint gets, as copies if a host has room and nobody looks for it before.
         Collective."""
-        hold_shards_alone(self.model)  # a callback may have evaluated
+        hold_shards_alone(self.model)  # an evaluation may have come before
         self._late, self._is_late, frozen = [], False, _has_frozen(self.model)
         if self.args.save_only_model:
             whole = self.is_fsdp_enabled
