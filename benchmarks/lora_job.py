@@ -9,13 +9,14 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
-if __name__ == "__main__" and ".unsloth." in sys.argv[1]:
+if __name__ == "__main__" and ".unsloth" in sys.argv[1]:
     import_module("unsloth")  # before the rest, which it changes
 
 import torch
@@ -201,7 +202,9 @@ def rows_of(settings: Row, job: Job) -> list[list[int]]:
     ]
 
 
-def run_trainer(settings: Row, job: Job, watch: Watch, *, is_ours: bool = False) -> None:
+def run_trainer(
+    settings: Row, job: Job, watch: Watch, *, is_ours: bool = False, recomputes: bool = True
+) -> None:
     """transformers' Trainer, or ours in its place with everything chosen by itself."""
     from transformers import Trainer, TrainingArguments, default_data_collator
 
@@ -212,7 +215,8 @@ def run_trainer(settings: Row, job: Job, watch: Watch, *, is_ours: bool = False)
         fuse_layers(model, "liger" if job.device.type == "cuda" else "none")
     else:
         given |= with_liger(job)
-        checkpoint_layers(model)  # SFTTrainer does so by itself
+        if recomputes:
+            checkpoint_layers(model)  # SFTTrainer does so by itself
     trainer: Any = (LongContextTrainer if is_ours else Trainer)(
         model=model,
         args=TrainingArguments(**given),
@@ -237,14 +241,16 @@ def run_sharded(settings: Row, job: Job, watch: Watch) -> None:
     run_trainer(settings, job, watch, is_ours=True)
 
 
-def run_sft(settings: Row, job: Job, watch: Watch, model: Any = None) -> None:
+def run_sft(
+    settings: Row, job: Job, watch: Watch, model: Any = None, *, recomputes: bool = True
+) -> None:
     """TRL's SFTTrainer; Unsloth gives it a model of its own, with its own checkpointing."""
     from datasets import Dataset
     from datasets.table import InMemoryTable
     from trl import SFTConfig, SFTTrainer
 
     given = arguments_of(settings, job) | ({} if model else with_liger(job))
-    given |= {"max_length": None, "packing": False}
+    given |= {"max_length": None, "packing": False, "gradient_checkpointing": recomputes}
     given |= {"dataset_kwargs": {"skip_prepare_dataset": True}}  # rows are tokenised already
     SFTTrainer(
         model=model or read_model(settings, job),
@@ -258,8 +264,10 @@ def run_sft(settings: Row, job: Job, watch: Watch, model: Any = None) -> None:
     ).train()
 
 
-def run_unsloth(settings: Row, job: Job, watch: Watch) -> None:
-    """As Unsloth's documentation sets up LoRA over 16 bits for long rows."""
+def run_unsloth(
+    settings: Row, job: Job, watch: Watch, recomputes: bool | Literal["unsloth"] = "unsloth"
+) -> None:
+    """As Unsloth's documentation sets up LoRA over 16 bits; for long rows, if not told else."""
     FastLanguageModel = import_module("unsloth").FastLanguageModel
     model, _ = FastLanguageModel.from_pretrained(
         settings["weights"],
@@ -275,17 +283,20 @@ def run_unsloth(settings: Row, job: Job, watch: Watch) -> None:
         lora_alpha=ALPHA,
         lora_dropout=0,
         bias="none",
-        use_gradient_checkpointing="unsloth",
+        use_gradient_checkpointing=recomputes,
     )
-    run_sft(settings, job, watch, fill_adapter(model))
+    run_sft(settings, job, watch, fill_adapter(model), recomputes=bool(recomputes))
 
 
 SYSTEMS: dict[str, Callable[[Row, Job, Watch], None]] = {
     "ours": lambda *given: run_trainer(*given, is_ours=True),
     "ours_fsdp2": run_sharded,
     "trainer": run_trainer,
+    "trainer_kept": partial(run_trainer, recomputes=False),
     "sft": run_sft,
     "unsloth": run_unsloth,
+    "unsloth_kept": partial(run_unsloth, recomputes=False),
+    "unsloth_on_gpu": partial(run_unsloth, recomputes=True),
 }
 
 
