@@ -118,6 +118,7 @@ def test_auto_offloads_the_first_layers_where_attention_does_not_fit(
             hidden_size=1024,
             intermediate_size=1024,
             num_attention_heads=8,
+            max_position_embeddings=length,
         ).to("cuda", torch.bfloat16)
         it = Trained(model, length=length, rows=1, checkpoint=checkpoint, deterministic=True)
         for number in range(5):

@@ -212,12 +212,16 @@ def test_on_a_gpu_layers_leave_nothing_behind() -> None:
     """Gradients are bitwise those of `attention`, in the memory of a few layers. No memory waits
     for a copy, though the host launches a step long before the GPU has done it."""
     peaks, grads, waiting = {}, {}, {}
-    meter = CudaMeter(torch.device("cuda", 0))
+    meter, length = CudaMeter(torch.device("cuda", 0)), 2**13
     for policy in ("attention", "offload"):
         model = tiny_model(
-            num_hidden_layers=16, hidden_size=1024, num_attention_heads=8, intermediate_size=1024
+            num_hidden_layers=16,
+            hidden_size=1024,
+            num_attention_heads=8,
+            intermediate_size=1024,
+            max_position_embeddings=length,
         ).to("cuda", torch.bfloat16)
-        it = Trained(model, length=2**13, rows=1, checkpoint=policy, deterministic=True)
+        it = Trained(model, length=length, rows=1, checkpoint=policy, deterministic=True)
         for _ in range(3):
             model.zero_grad(set_to_none=False)  # or gradients pile up where layers' inputs go
             torch.cuda.reset_peak_memory_stats()
@@ -227,6 +231,6 @@ def test_on_a_gpu_layers_leave_nothing_behind() -> None:
             waiting[policy] = meter.peak() - torch.cuda.max_memory_allocated()
         grads[policy] = gradients(model)
     assert_equal(grads["offload"], grads["attention"])
-    one_layer = 2 * 2**13 * 2 * 1024  # its input and attention's output
+    one_layer = 2 * length * 2 * 1024  # its input and attention's output
     assert peaks["attention"] - peaks["offload"] > 10 * one_layer
     assert waiting == {"attention": 0, "offload": 0}
