@@ -125,6 +125,7 @@ def parse(config_class: type, arguments: Sequence[str] | None = None) -> tuple[T
     file, flags = file_and_flags("--config", arguments)
     flags = with_own_output(flags, "output_dir")
     parser: Any = settings_parser(config_class)
+    parser.set_defaults(gradient_checkpointing=False)  # TRL's True; `checkpoint` says it here
     if file:
         values = read_settings(file, kinds_of(config_class))
         set_environment(values)

@@ -159,3 +159,12 @@ def test_good_files_are_read_as_yaml_reads_them(tmp_path: Path) -> None:
     text = "x: &base {a: 1, b: [1.5, yes, null]}\ny:\n  <<: *base\n  a: 2\nz: 'ü'\n"
     file.write_text(text, encoding="utf-8")
     assert read_yaml(file) == yaml.safe_load(text)
+
+
+@pytest.mark.parametrize("asked", ["", "gradient_checkpointing: true\n"])
+def test_checkpoint_alone_says_what_is_recomputed(tmp_path: Path, asked: str) -> None:
+    """TRL recomputes every layer by default, also where nothing should be."""
+    file = tmp_path / "sft.yaml"
+    file.write_text(TRL + "report_to: none\ncheckpoint: none\n" + asked)
+    _, args = parse(SFTConfig, ["--config", str(file)])
+    assert args.gradient_checkpointing == bool(asked)

@@ -124,8 +124,8 @@ def test_pairs_that_share_their_prompt_have_it_once() -> None:
 def test_where_transformers_runs_the_layers_nothing_is_rehearsed(
     settings: Callable[..., list[str]], rehearsed: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """TRL switches its checkpointing on, and a policy of ours switches it off."""
-    sft.main(settings("ids", "out", checkpoint="none", max_steps=1))
+    own = ["--gradient_checkpointing", "true"]
+    sft.main([*settings("ids", "out", checkpoint="none", max_steps=1), *own])
     assert rehearsed == []
     assert "memory: not rehearsed, since transformers' own check" in capsys.readouterr().out
 
