@@ -26,7 +26,7 @@ from longctx_patch.checkpoints.fingerprint import (
 )
 from longctx_patch.checkpoints.output_folder import Output
 from longctx_patch.families.load_config import is_bare_config
-from longctx_patch.health.agreement import versions
+from longctx_patch.health.agreement import launch_settings, versions
 from longctx_patch.recipes.data.sources import parts_of
 from longctx_patch.recipes.run_record import WEIGHT_FILES, ended_record
 from longctx_patch.recipes.settings import PARALLELISM, ModelSettings
@@ -177,7 +177,7 @@ def facts_of(settings: Any) -> dict[str, Any]:
     may differ between machines; what lies there is compared later."""
     values = dataclasses.asdict(settings)
     kept = {name: value for name, value in values.items() if name not in PLACES}
-    return {"settings": kept, "versions": versions()}
+    return {"settings": kept, "launch file": launch_settings(), "versions": versions()}
 
 
 def defaults_of(kind: type) -> dict[str, Any]:

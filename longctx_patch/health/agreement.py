@@ -5,6 +5,7 @@ steps leaves the others waiting. So all ranks compare a digest first, and only i
 facts themselves.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from platform import python_version
@@ -50,6 +51,13 @@ def require_agreement(facts: Mapping[str, Any], what: str) -> None:
         f"the ranks disagree about {what}:\n  {shown}{more}\n"
         "Start all processes with the same command, files and packages."
     )
+
+
+def launch_settings() -> dict[str, str]:
+    """Returns what the launch file says of FSDP and of parallelism: ranks that gather weights at
+    other times wait for each other forever."""
+    ours = ("FSDP_", "PARALLELISM_CONFIG_")
+    return {name: value for name, value in os.environ.items() if name.startswith(ours)}
 
 
 def versions() -> dict[str, str]:

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from longctx_patch.health.agreement import model_facts, require_agreement, versions
+from longctx_patch.health.agreement import (
+    launch_settings,
+    model_facts,
+    require_agreement,
+    versions,
+)
 from longctx_patch.health.pace import PaceCheck
 from longctx_patch.health.replicas import ReplicaCheck
 from longctx_patch.health.watchdog import Watchdog
@@ -160,6 +165,7 @@ def require_same_training(trainer: Any) -> None:
     facts = {
         "arguments": plain_arguments(trainer.args),
         "arguments of the mixin": {name: getattr(trainer, f"_{name}") for name in OF_THE_MIXIN},
+        "launch file": launch_settings(),
         "versions": versions(),
         "data": _data(trainer.train_dataset),
     }

@@ -132,7 +132,8 @@ def test_a_single_bit_changes_the_sum(dtype: torch.dtype) -> None:
 
 
 def odd_run(flags: list[str], folder: str) -> str:
-    """What each rank says when rank 1 is started with other settings."""
+    """What each rank says when rank 1 is started with other settings, from another launch file."""
+    os.environ["FSDP_RESHARD_AFTER_FORWARD"] = ["true", "false"][int(os.environ["RANK"])]
     more = ["--save-every", "2"] if os.environ["RANK"] == "1" else []
     steps = str(4 + int(os.environ["RANK"]))
     words = [*flags, *more, "--max-steps", steps, "--full", "--output", folder]
@@ -148,4 +149,5 @@ def test_the_recipe_refuses_one_rank_that_is_started_otherwise(
     for said in run_launched(odd_run, 2, flags, str(tmp_path / "out")):
         assert "settings.max_steps: 4 on rank 0, 5 on rank 1\n" in said
         assert "settings.save_every: 0 on rank 0, 2 on rank 1\n" in said
+        assert "FSDP_RESHARD_AFTER_FORWARD: 'true' on rank 0, 'false' on rank 1\n" in said
     assert not list((tmp_path / "out").glob("metrics.jsonl"))
