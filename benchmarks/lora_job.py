@@ -21,7 +21,7 @@ if __name__ == "__main__" and ".unsloth" in sys.argv[1]:
 
 import torch
 from measure import Row, dtype_on, finish, own_device, slowest, versions
-from model_shapes import model_config
+from model_shapes import model_config, sizes_of
 from report import append_line
 from step_job import OUT_OF_MEMORY, compared, largest, peak_bytes, what_is_wrong
 from systems import Job, gradient_norm
@@ -34,7 +34,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 
 from longctx_patch import LongContextConfig, LongContextTrainer
 from longctx_patch.hf.layers.fused_layers import fuse_layers
-from longctx_patch.planner.model_shape import shape_of
 
 RANK, ALPHA = 16, 32
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -301,9 +300,8 @@ SYSTEMS: dict[str, Callable[[Row, Job, Watch], None]] = {
 
 
 def run(settings: Row) -> None:
-    config = model_config(settings["model"], settings["num_layers"], longest(settings))
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    job = Job(own_device(), rank, num_ranks, shape_of(config, "model"))
+    job = Job(own_device(), rank, num_ranks, sizes_of(settings))
 
     def say(row: Row) -> None:
         if job.rank == 0:
