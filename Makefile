@@ -61,8 +61,10 @@ SLOW_TESTS := tests/families tests/hf/call tests/hf/test_states_and_latents.py \
     tests/recipes/test_memory_report.py tests/planner tests/cli/test_plan.py \
     tests/faults
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
-# Two workers, each of which takes work from the other at its end.
-SHARED := -m "not gpu" -n 2 --dist worksteal
+# Workers take work from each other at the end. A third one has the two cores while tests of the
+# others wait for their processes.
+WORKERS := -n 3 --dist worksteal
+SHARED := -m "not gpu" $(WORKERS)
 # Of the code as it is written.
 CODE_TESTS := tests/test_layering.py tests/docs/test_reference.py::test_reference_is_what_the_code_says
 CPU_TORCH := torch==2.13.0+cpu
@@ -128,7 +130,7 @@ test-fault-grid: $(STAMP)
 oldest: $(OLDEST_VENV)/.installed
 
 test-oldest: oldest
-	OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python -m pytest -q -n 2 --dist worksteal $(OLDEST_TESTS)
+	OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python -m pytest -q $(WORKERS) $(OLDEST_TESTS)
 
 # It takes everything but transformers from the other environment.
 $(OLDEST_VENV)/.installed: $(STAMP)
