@@ -39,7 +39,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "qwen3-8b": NAMED["Qwen/Qwen3-8B"].sizes,
         "qwen3-30b-a3b": NAMED["Qwen/Qwen3-30B-A3B"].sizes,
         "qwen3.5-9b": NAMED["Qwen/Qwen3.5-9B"].sizes,
-        "qwen3.5-35b-a3b": {"model_type": "qwen3_5_moe_text", "num_hidden_layers": 40},
+        "qwen3.5-35b-a3b": NAMED["Qwen/Qwen3.5-35B-A3B"].sizes,
         # Latent attention of 128 heads, with the dense MLPs of the first layers alone.
         "deepseek-v3-dense": {
             "model_type": "deepseek_v3",

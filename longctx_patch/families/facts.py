@@ -14,7 +14,7 @@ DELTA_NET = "linear_attention"
 RECURRENT = frozenset({DELTA_NET, "mamba", "conv", "hybrid"})
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
-COUNTED_EXPERTS = ("mixtral", "qwen3_moe", "olmoe")
+COUNTED_EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "qwen3_5_moe_text")
 """Families whose experts are all there is of a layer's MLP."""
 _VARYING = ("num_kv_shared_layers", "hidden_size_per_layer_input")
 
@@ -72,7 +72,7 @@ class ModelFacts:
     """The option that gives the number of experts, such as `num_experts=8`; None: no experts."""
     are_counted: bool
     """Whether experts are of a kind whose tensors the planner counts, one like the other in every
-    layer, and nothing else of the layer's MLP takes every token."""
+    layer."""
     latent: str | None
     """The option that makes attention latent (MLA), such as `kv_lora_rank=512`; None: it isn't."""
     latent_dim: int | None

@@ -134,7 +134,7 @@ def _experts(job: Job, experts: ExpertShape) -> tuple[float, float]:
     # The token as it is given to the expert; gate and up, silu, their product; the result before
     # its weight, which the weight's gradient asks for.
     kept = 2 * hidden + 4 * inner
-    if job.lora:  # what is between the two factors of an adapter, of both products
+    if job.lora and experts.are_adapted:  # what is between an adapter's factors, of both products
         kept += 3 * BF16 * job.lora_rank
     # Places of the token in three orders, its expert, and its weight.
     kept += 4 * INDEX + BF16
@@ -145,7 +145,11 @@ def _experts(job: Job, experts: ExpertShape) -> tuple[float, float]:
     if experts.has_wide_weights:
         kept += BF16
         held = (3 * FP32 + BF16) * job.shape.hidden_size
-    return experts.num_chosen * kept + probabilities, experts.num_chosen * held
+    whole = experts.num_chosen * kept + probabilities
+    if experts.shared_width:  # its inner tensors as an MLP's, its result and its gate's weight
+        inner_tensors = 3 if job.fused_layers else 4
+        whole += BF16 * (inner_tensors * experts.shared_width + job.shape.hidden_size + 1)
+    return whole, experts.num_chosen * held
 
 
 def _num_head_norms(job: Job, kind: LayerShape) -> int:

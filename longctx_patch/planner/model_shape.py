@@ -19,13 +19,16 @@ from longctx_patch.plans.recurrent import RecurrentShape
 HEAD_NORMS = ("q_norm", "k_norm")
 WIDE_ROUTERS = ("mixtral",)
 """Families whose routers weigh experts' results in float32."""
-WIDE_NORMS = ("qwen3_next", "qwen3_5_text")
+FUSED_IN_FILES = ("qwen3_5_moe_text",)
+"""Families whose checkpoints have all experts of a layer in one tensor. PEFT's `all-linear` takes
+experts that files have as linear modules, with the router, and leaves out these."""
+WIDE_NORMS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Families with recurrent layers whose stock norms multiply by their weight in float32."""
 
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """The experts of a layer, all there is of its MLP: gate, up and down projection of each."""
+    """The experts of a layer: gate, up and down projection of each."""
 
     num_experts: int
     num_chosen: int
@@ -34,6 +37,11 @@ class ExpertShape:
     """Numbers of a token inside of one."""
     has_wide_weights: bool = False
     """Whether the router's weights, and with them what they weigh, are float32."""
+    shared_width: int = 0
+    """Numbers of a token inside of the expert that all tokens go through, whose result a gate
+    weighs; 0: there is none."""
+    are_adapted: bool = True
+    """Whether an adapter on all linear layers is on each expert and on the router too."""
 
     @property
     def idle_share(self) -> float:
@@ -50,12 +58,13 @@ class LayerShape:
     linear_weights: int
     """Weights of matrix products, those of all experts included."""
     linear_sides: int
-    """Inputs and outputs of the matrix products: the weights of an adapter of rank 1."""
+    """Inputs and outputs of the matrix products that an adapter on all linear layers is on: its
+    weights, if its rank is 1."""
     expert_weights: int = 0
     """Weights of all experts, among the linear ones."""
     expert_sides: int = 0
-    """Inputs and outputs of all experts' products; twice those of gate and up, one product whose
-    adapter has twice the rank."""
+    """Those of all experts' products, if the adapter is on them; twice those of gate and up, one
+    product whose adapter has twice the rank."""
     experts: ExpertShape | None = None
     """None: it has an ordinary MLP."""
     num_norms: int
@@ -252,8 +261,15 @@ def _experts_of(config: Any, layer: Any) -> ExpertShape | None:
         return None
     config = text_config(config)
     num_experts, _, width = layer.mlp.experts.down_proj.shape
-    is_wide = config.model_type in WIDE_ROUTERS
-    return ExpertShape(num_experts, config.num_experts_per_tok, width, is_wide)
+    shared = getattr(layer.mlp, "shared_expert", None)
+    return ExpertShape(
+        num_experts=num_experts,
+        num_chosen=config.num_experts_per_tok,
+        width=width,
+        has_wide_weights=config.model_type in WIDE_ROUTERS,
+        shared_width=0 if shared is None else shared.down_proj.in_features,
+        are_adapted=config.model_type not in FUSED_IN_FILES,
+    )
 
 
 def _shape_of_layer(
@@ -265,12 +281,16 @@ def _shape_of_layer(
 ) -> LayerShape:
     # Two dimensions don't tell a linear weight: Cohere's norms of heads have two as well.
     linear = [part.weight for part in layer.modules() if hasattr(part, "in_features")]
+    sides = sum(sum(weight.shape) for weight in linear)
     expert_weights = expert_sides = 0
     if experts is not None:
-        linear.append(layer.mlp.gate.weight)  # the router
+        router = layer.mlp.gate.weight
+        linear.append(router)
         gate_up, down = layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj
         expert_weights = gate_up.numel() + down.numel()
-        expert_sides = len(down) * (2 * sum(gate_up.shape[1:]) + sum(down.shape[1:]))
+        if experts.are_adapted:
+            expert_sides = len(down) * (2 * sum(gate_up.shape[1:]) + sum(down.shape[1:]))
+            sides += sum(router.shape) + expert_sides
     named = layer.named_modules()
     norms = [key for key, part in named if "norm" in type(part).__name__.lower()]
     head_norms = [key for key in norms if key.endswith(HEAD_NORMS)]
@@ -280,7 +300,7 @@ def _shape_of_layer(
     return LayerShape(
         weights=sum(weight.numel() for weight in layer.parameters()),
         linear_weights=sum(weight.numel() for weight in linear) + expert_weights,
-        linear_sides=sum(sum(weight.shape) for weight in linear) + expert_sides,
+        linear_sides=sides,
         expert_weights=expert_weights,
         expert_sides=expert_sides,
         experts=experts,

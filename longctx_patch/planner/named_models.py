@@ -90,6 +90,12 @@ _MODELS = (
         "h100",
     ),
     _model(
+        "Qwen/Qwen3.5-35B-A3B",
+        _sizes("qwen3_5_moe_text", 2048, 512, 40, (16, 2), 248320)
+        | {"head_dim": 256, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+        | {"num_experts": 256, "num_experts_per_tok": 8},
+    ),
+    _model(
         "mistralai/Mistral-7B-v0.3",
         _sizes("mistral", 4096, 14336, 32, (32, 8), 32768) | _NO_WINDOW,
         "h200",

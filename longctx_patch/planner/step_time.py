@@ -219,11 +219,16 @@ def _elementwise_bytes(job: Job, kind: LayerShape) -> float:
 
 def _experts_bytes(job: Job, experts: ExpertShape) -> float:
     """Bytes for each token that a forward moves around experts' products, in torch's operators:
-    tokens are brought together, gated, weighted, brought back and summed up."""
+    tokens are brought together, gated, weighted, brought back and summed up. The result of an
+    expert for all tokens is weighed and added."""
     hidden, inner = job.shape.hidden_size, experts.width
-    summed = 2 * (hidden + 2 * inner) if job.lora else 0  # results of a product and its adapter's
+    has_adapter = job.lora and experts.are_adapted
+    summed = 2 * (hidden + 2 * inner) if has_adapter else 0  # results of a product, its adapter's
     numbers = 7 * hidden + 5 * inner + summed
-    return BF16 * experts.num_chosen * numbers + 10 * experts.num_experts
+    moved = BF16 * experts.num_chosen * numbers + 10 * experts.num_experts
+    if experts.shared_width:
+        moved += BF16 * (3 * experts.shared_width + 5 * hidden)
+    return moved
 
 
 def _delta_net_bytes(shape: RecurrentShape) -> float:

@@ -114,7 +114,7 @@ def test_flops_of_models_of_several_kinds_of_layers() -> None:
 
     delta_net = 2048 * (8192 + 4096 + 32 + 32) + 4096 * 2048
     attention = 2048 * (2 * 16 + 2 * 2) * 256 + 16 * 256 * 2048
-    experts = (8 + 1) * 3 * 2048 * 512 + 2048  # one is everybody's, with a gate
+    experts = 2048 * 256 + (8 + 1) * 3 * 2048 * 512 + 2048  # one is everybody's, with a gate
     linear = 3 * delta_net + attention + 4 * experts + 248320 * 2048
     mixture = sizes_of({"model": "qwen3.5-35b-a3b", "num_layers": 4})
     assert mixture.active_weights == linear

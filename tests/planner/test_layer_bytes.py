@@ -124,12 +124,20 @@ class SavesAsCausalConv1d(torch.autograd.Function):
         return grad
 
 
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {},
+    "qwen3_5_moe_text": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64},
+}
+
+
 @pytest.mark.parametrize("heads", [(2, 4), (4, 4)])
+@pytest.mark.parametrize("family", HYBRIDS)
 def test_layers_of_two_kinds_keep_what_is_predicted(
-    heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    family: str, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In place of kernels are functions that save as much as these; all else is transformers'."""
-    modeling = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+    model_type = family.removesuffix("_text")
+    modeling = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
 
     def rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **_: Any) -> Any:
         return SavesAsFla.apply(query, key, value, g, beta), None
@@ -146,16 +154,20 @@ def test_layers_of_two_kinds_keep_what_is_predicted(
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 32,
         "head_dim": 32,
+        **HYBRIDS[family],
     }
-    found, predicted, config = metered("qwen3_5_text", **sizes)
+    found, predicted, config = metered(family, **sizes)
     # Norms also keep 1 + weight in float32, however many tokens there are.
     norms = 2 * FP32 * config.hidden_size / (ROWS * LENGTH)
+    # Routers keep what divides their weights.
+    routed = FP32 * (1 + sizes["num_experts_per_tok"]) if "num_experts" in sizes else 0
     assert found.attention == predicted.input
-    assert sum(found) == pytest.approx(predicted.whole + norms, abs=1)
+    assert sum(found) == pytest.approx(predicted.whole + routed + norms, abs=1)
     # Of the last layer the meter also sees the output.
-    found, predicted, _ = metered("qwen3_5_text", layer=2, **sizes)
+    found, predicted, _ = metered(family, layer=2, **sizes)
     norms += 2 * FP32 * config.head_dim / (ROWS * LENGTH)
-    assert sum(found) == pytest.approx(predicted.whole + BF16 * config.hidden_size + norms, abs=1)
+    whole = predicted.whole + routed + BF16 * config.hidden_size
+    assert sum(found) == pytest.approx(whole + norms, abs=1)
 
 
 def kept_by_autograd(family: str, num_layers: int, **sizes: Any) -> float:

@@ -34,7 +34,8 @@ def assert_counts_are_of(config: Any) -> None:
         linear = [part for part in layer.modules() if isinstance(part, torch.nn.Linear)]
         matrices = [part.weight for part in linear]
         if counted.experts is not None:  # experts and routers are no linear modules
-            matrices = [weight for weight in layer.parameters() if weight.ndim > 1]
+            named = layer.named_parameters()
+            matrices = [weight for name, weight in named if weight.ndim > 1 and "conv" not in name]
         assert counted.linear_weights == sum(weight.numel() for weight in matrices)
         assert (counted.recurrence is not None) == hasattr(layer, "linear_attn")
     assert shape.head_weights == model.get_output_embeddings().weight.numel()
