@@ -146,9 +146,8 @@ def _experts(job: Job, experts: ExpertShape) -> tuple[float, float]:
         kept += BF16
         held = (3 * FP32 + BF16) * job.shape.hidden_size
     whole = experts.num_chosen * kept + probabilities
-    if experts.shared_width:  # its inner tensors as an MLP's, its result and its gate's weight
-        inner_tensors = 3 if job.fused_layers else 4
-        whole += BF16 * (inner_tensors * experts.shared_width + job.shape.hidden_size + 1)
+    if experts.shared_width:  # gate and up, silu, their product; its result and its gate's weight
+        whole += BF16 * (4 * experts.shared_width + job.shape.hidden_size + 1)
     return whole, experts.num_chosen * held
 
 

@@ -227,7 +227,7 @@ def _experts_bytes(job: Job, experts: ExpertShape) -> float:
     numbers = 7 * hidden + 5 * inner + summed
     moved = BF16 * experts.num_chosen * numbers + 10 * experts.num_experts
     if experts.shared_width:
-        moved += BF16 * (3 * experts.shared_width + 5 * hidden)
+        moved += BF16 * (5 * experts.shared_width + 5 * hidden)
     return moved
 
 
