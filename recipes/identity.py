@@ -177,7 +177,7 @@ def facts_of(settings: Any) -> dict[str, Any]:
     may differ between machines; what lies there is compared later."""
     values = dataclasses.asdict(settings)
     kept = {name: value for name, value in values.items() if name not in PLACES}
-    return {"settings": kept, "launch file": launch_settings(), "versions": versions()}
+    return {"settings": kept, "versions": versions()} | launch_settings()
 
 
 def defaults_of(kind: type) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from longctx_patch.checkpoints.output_folder import Output, make_output
 from longctx_patch.checkpoints.series import FLIGHT, checkpoints_of
 from longctx_patch.checkpoints.signals import StopSignals
 from longctx_patch.families.load_config import is_bare_config
+from longctx_patch.health.agreement import require_agreement
 from longctx_patch.health.watchdog import Watchdog
 from longctx_patch.hf.layers.fused_layers import (
     choose_fused_layers,
@@ -38,7 +39,7 @@ from longctx_patch.recipes.callbacks import (
 )
 from longctx_patch.recipes.context_steps import ContextStepsCallback, asked_of, check_tasks
 from longctx_patch.recipes.exporting import write_final
-from longctx_patch.recipes.identity import check_fingerprint, is_over, with_weights
+from longctx_patch.recipes.identity import check_fingerprint, facts_of, is_over, with_weights
 from longctx_patch.recipes.launch import check_launcher
 from longctx_patch.recipes.model_card import Card, card_of
 from longctx_patch.recipes.quiet import quiet_libraries
@@ -57,6 +58,7 @@ from longctx_patch.recipes.trl_data import RunData, load_data, reading_of
 from longctx_patch.recipes.trl_identity import trl_fingerprint
 from longctx_patch.recipes.trl_memory import check_longest, explained_run
 from longctx_patch.recipes.trl_settings import TrlSettings, parse
+from longctx_patch.trainer.watching import plain_arguments
 
 RECORDED = (
     *("max_steps", "num_train_epochs", "learning_rate", "lr_scheduler_type", "warmup_steps"),
@@ -115,6 +117,8 @@ def run(method: Method, arguments: Sequence[str] | None = None) -> Any:
         noting_failure(output.folder),
     ):
         stop = StopSignals()
+        arguments_too = {"arguments": plain_arguments(args)}
+        require_agreement(facts_of(settings) | arguments_too, "how to train")
         inputs = read_inputs(settings, args, stages)
         length = {name: getattr(args, name) for name in ("max_steps", "num_train_epochs")}
         if is_over(output, inputs.run, settings, length):

@@ -109,7 +109,9 @@ class _Parser(SettingsParser, TrlParser):
 
 def settings_parser(config_class: type) -> SettingsParser:
     """The parser of a recipe's flags, with those of TRL's `config_class`."""
-    return _Parser((TrlSettings, config_class), allow_abbrev=False)
+    parser = _Parser((TrlSettings, config_class), allow_abbrev=False)
+    parser.set_defaults(gradient_checkpointing=False)  # TRL's True; `checkpoint` says it here
+    return parser
 
 
 def kinds_of(config_class: type) -> dict[str, Any]:
@@ -125,7 +127,6 @@ def parse(config_class: type, arguments: Sequence[str] | None = None) -> tuple[T
     file, flags = file_and_flags("--config", arguments)
     flags = with_own_output(flags, "output_dir")
     parser: Any = settings_parser(config_class)
-    parser.set_defaults(gradient_checkpointing=False)  # TRL's True; `checkpoint` says it here
     if file:
         values = read_settings(file, kinds_of(config_class))
         set_environment(values)
@@ -175,6 +176,13 @@ def check_together(settings: TrlSettings, args: Any) -> None:
             f"early_stopping={settings.early_stopping} without load_best_model_at_end: true, which "
             "says that the best evaluation counts."
         )
+    for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
+        if (given := getattr(args, name, None)) and not args.gradient_checkpointing:
+            raise ValueError(
+                f"{name}={given} without gradient_checkpointing: true: `checkpoint` alone says "
+                f"what is recomputed (it is {settings.checkpoint}). Leave {name} out, or give both "
+                "with checkpoint: none."
+            )
     if args.push_to_hub and not args.hub_model_id:
         raise ValueError(
             "push_to_hub without hub_model_id: say where the model goes. Give --hub_model_id "

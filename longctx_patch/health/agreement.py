@@ -56,8 +56,9 @@ def require_agreement(facts: Mapping[str, Any], what: str) -> None:
 def launch_settings() -> dict[str, str]:
     """Returns what the launch file says of FSDP and of parallelism: ranks that gather weights at
     other times wait for each other forever."""
-    ours = ("FSDP_", "PARALLELISM_CONFIG_")
-    return {name: value for name, value in os.environ.items() if name.startswith(ours)}
+    ours = ("FSDP_", "PARALLELISM_CONFIG_", "ACCELERATE_USE_")
+    found = {name: value for name, value in os.environ.items() if name.startswith(ours)}
+    return {f"launch file: {name}": value.lower() for name, value in found.items()}
 
 
 def versions() -> dict[str, str]:

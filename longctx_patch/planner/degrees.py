@@ -162,9 +162,14 @@ def costs_of_ways(
         config: everything but degrees.
         recurrent: how many recurrent layers there are, counted in the same way.
 
+    Raises:
+        ValueError: no layer has attention.
+
     `contiguous` shards are tried where windows give all ranks equal work: rows aren't packed, every
     layer has a window, and the config would have `zigzag`.
     """
+    if not layers:
+        raise ValueError("no layer has attention, which degrees are chosen by. Give the degrees.")
     (num_kv_heads,) = {kind.num_kv_heads for kind in layers}
     found = ways(degree, num_kv_heads=num_kv_heads, gpus_per_node=hardware.gpus_per_node)
     has_windows = not any(kind.lengths or kind.is_causal for kind in layers)

@@ -165,8 +165,8 @@ def require_same_training(trainer: Any) -> None:
     facts = {
         "arguments": plain_arguments(trainer.args),
         "arguments of the mixin": {name: getattr(trainer, f"_{name}") for name in OF_THE_MIXIN},
-        "launch file": launch_settings(),
         "versions": versions(),
+        **launch_settings(),
         "data": _data(trainer.train_dataset),
     }
     if trainer.model is not None:

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from longctx_patch.health.agreement import model_facts, require_agreement, versions
 from longctx_patch.health.replicas import EVERY, ReplicaCheck, ReplicasDivergedError, bit_sum
-from longctx_patch.recipes import finetune
+from longctx_patch.recipes import finetune, sft
 from tests.harness import run_distributed
 from tests.hf.tiny import tiny_model
 from tests.plugin.launched import run_launched
@@ -138,6 +139,25 @@ def odd_run(flags: list[str], folder: str) -> str:
     steps = str(4 + int(os.environ["RANK"]))
     words = [*flags, *more, "--max-steps", steps, "--full", "--output", folder]
     return message(lambda: finetune.main(words))
+
+
+def odd_sft(flags: list[str]) -> str:
+    """The same of the recipe sft, whose model isn't loaded before all agree."""
+    os.environ["ACCELERATE_USE_FSDP"] = ["true", "false"][int(os.environ["RANK"])]
+    rate = ["0.1", "0.2"][int(os.environ["RANK"])]
+    with patch("longctx_patch.recipes.trl_run.load", side_effect=AssertionError):
+        return message(lambda: sft.main([*flags, "--learning-rate", rate]))
+
+
+def test_sft_refuses_one_rank_before_a_model_is_loaded(
+    config_file: Path, text_file: Path, tmp_path: Path
+) -> None:
+    flags = ["--model", str(config_file), "--data", str(text_file), "--seq-len", "64"]
+    flags += ["--ring", "2", "--use-cpu", "--bf16", "false", "--max-steps", "4"]
+    flags += ["--output-dir", str(tmp_path / "out")]
+    for said in run_launched(odd_sft, 2, flags):
+        assert "ACCELERATE_USE_FSDP: 'true' on rank 0, 'false' on rank 1\n" in said
+        assert "arguments.learning_rate: 0.1 on rank 0, 0.2 on rank 1\n" in said
 
 
 def test_the_recipe_refuses_one_rank_that_is_started_otherwise(

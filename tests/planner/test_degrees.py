@@ -121,6 +121,11 @@ def test_typical_documents() -> None:
     assert costs_of_ways({replace(WORKLOAD, lengths=row.lengths): 1}, MACHINES["a100"], 2)
 
 
+def test_a_model_without_attention_needs_its_degrees() -> None:
+    with pytest.raises(ValueError, match="no layer has attention.*Give the degrees"):
+        best_way({}, H200, 2)
+
+
 @pytest.mark.parametrize("way", [Way(4, 1), Way(2, 2), Way(1, 4)])
 def test_the_fastest_degrees_are_taken_in_every_table(way: Way) -> None:
     """Predictions are made up so that each way in turn is the fastest."""

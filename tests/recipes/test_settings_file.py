@@ -168,3 +168,12 @@ def test_checkpoint_alone_says_what_is_recomputed(tmp_path: Path, asked: str) ->
     file.write_text(TRL + "report_to: none\ncheckpoint: none\n" + asked)
     _, args = parse(SFTConfig, ["--config", str(file)])
     assert args.gradient_checkpointing == bool(asked)
+
+
+def test_how_to_recompute_needs_what_is_recomputed() -> None:
+    flags = "--data a --model m --seq_len 64 --output_dir out --use_cpu --bf16 false"
+    kwargs = ["--gradient_checkpointing_kwargs", '{"use_reentrant": false}']
+    own = ["--checkpoint", "none", "--gradient_checkpointing", "true"]
+    with pytest.raises(ValueError, match=r"kwargs=.* without gradient_checkpointing.*is auto"):
+        parse(SFTConfig, [*flags.split(), *kwargs])
+    assert parse(SFTConfig, [*flags.split(), *kwargs, *own])[1].gradient_checkpointing
