@@ -122,7 +122,7 @@ def test_typical_documents() -> None:
 
 
 def test_a_model_without_attention_needs_its_degrees() -> None:
-    with pytest.raises(ValueError, match="no layer has attention.*Give the degrees"):
+    with pytest.raises(ValueError, match=r"no layer has attention.*Give the degrees"):
         best_way({}, H200, 2)
 
 
