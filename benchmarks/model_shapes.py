@@ -10,7 +10,6 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from longctx_patch.families.facts import ModelFacts
-from longctx_patch.families.recurrent_layers import recurrent_layers
 from longctx_patch.planner.model_shape import ModelShape, shape_of
 from longctx_patch.planner.named_models import NAMED
 
@@ -61,14 +60,11 @@ class CountedShape:
     """Weights of all matrix products, with the head."""
     attention_width: int
     """Numbers of a token's keys and values, for all heads and all layers that attend."""
-    recurrence_flops: float
-    """Of a token's chunked forward, in all layers."""
 
     def step_flops(self, num_tokens: int) -> float:
-        """As `ModelShape.step_flops`."""
+        """As `ModelShape.step_flops`, without recurrences, which such models haven't."""
         attention = num_tokens**2 * self.attention_width
-        each = 6.0 * self.active_weights + 3.0 * self.recurrence_flops
-        return each * num_tokens + 3.0 * attention
+        return 6.0 * self.active_weights * num_tokens + 3.0 * attention
 
 
 def model_config(name: str, num_layers: int | None, num_tokens: int) -> PreTrainedConfig:
@@ -99,18 +95,14 @@ def sizes_of(settings: Mapping[str, Any]) -> ModelShape | CountedShape:
         model = AutoModelForCausalLM.from_config(config)
     layers = model.get_decoder().layers
     linear = [part for part in layers.modules() if isinstance(part, nn.Linear)]
-    experts = [weight for name, weight in layers.named_parameters() if ".experts." in name]
     head_dims = (
         config.qk_head_dim + config.v_head_dim if facts.latent is not None else 2 * facts.head_dim
     )
-    recurrent = recurrent_layers(config)
-    recurrence = None if recurrent is None else recurrent.recurrence
+    assert not facts.num_recurrent, "count the FLOPs of its recurrences"
     return CountedShape(
         vocab_size=config.vocab_size,
         num_layers=len(layers),
         active_weights=sum(part.weight.numel() for part in linear)
-        + sum(w.numel() * config.num_experts_per_tok // config.num_experts for w in experts)
         + config.vocab_size * config.hidden_size,
-        attention_width=len(facts.reaches) * config.num_attention_heads * head_dims,
-        recurrence_flops=facts.num_recurrent * recurrence.run_flops if recurrence else 0.0,
+        attention_width=len(layers) * config.num_attention_heads * head_dims,
     )

@@ -176,13 +176,12 @@ def check_together(settings: TrlSettings, args: Any) -> None:
             f"early_stopping={settings.early_stopping} without load_best_model_at_end: true, which "
             "says that the best evaluation counts."
         )
-    for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
-        if (given := getattr(args, name, None)) and not args.gradient_checkpointing:
-            raise ValueError(
-                f"{name}={given} without gradient_checkpointing: true: `checkpoint` alone says "
-                f"what is recomputed (it is {settings.checkpoint}). Leave {name} out, or give both "
-                "with checkpoint: none."
-            )
+    if args.gradient_checkpointing_kwargs and not args.gradient_checkpointing:
+        raise ValueError(
+            f"gradient_checkpointing_kwargs={args.gradient_checkpointing_kwargs} without "
+            "gradient_checkpointing: true: `checkpoint` alone says what is recomputed (it is "
+            f"{settings.checkpoint}). Leave them out, or give both with checkpoint: none."
+        )
     if args.push_to_hub and not args.hub_model_id:
         raise ValueError(
             "push_to_hub without hub_model_id: say where the model goes. Give --hub_model_id "

@@ -63,9 +63,11 @@ def odd_trainers(folder: str) -> tuple[list[str], list[tuple[str, int]], list[st
         ours = given if name == "save_in_background" else {}
         case = Case("odd", config=two, arguments={} if ours else given)
         trainer = make_trainer(case, Path(folder) / name, is_patched=True, **ours)
+        os.environ["PARALLELISM_CONFIG_CP_SIZE"] = ("1", "2")[int(os.environ["RANK"])]
         with pytest.raises(ValueError, match="disagree") as caught:
             trainer.train()
         said.append(str(caught.value))
+        del os.environ["PARALLELISM_CONFIG_CP_SIZE"]
         trainer.unpatch()
     os.environ["ACCELERATE_MIXED_PRECISION"] = ("no", "bf16")[int(os.environ["RANK"])]
     with pytest.raises(ValueError, match="mixed_precision is no, bf16 on ranks 0 to 1"):
@@ -113,6 +115,7 @@ def test_ranks_that_disagree_or_diverge_under_a_trainer(tmp_path: Path) -> None:
     assert "arguments.learning_rate: 0.02 on rank 0, 0.03 on rank 1" in rate
     assert "arguments.max_steps: 3 on rank 0, 4 on rank 1" in steps
     assert "arguments of the mixin.save_in_background: True on rank 0, False on rank 1" in saving
+    assert "launch file: PARALLELISM_CONFIG_CP_SIZE: '1' on rank 0, '2' on rank 1" in rate
     assert "weights of rank 1 are not those of rank 0 any more" in diverged
     assert step == EVERY + 1
     assert "after step 6 the trained weights of rank 1" in unsaved
