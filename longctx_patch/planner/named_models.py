@@ -94,6 +94,7 @@ _MODELS = (
         _sizes("qwen3_5_moe_text", 2048, 512, 40, (16, 2), 248320)
         | {"head_dim": 256, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
         | {"num_experts": 256, "num_experts_per_tok": 8},
+        "h200",
     ),
     _model(
         "mistralai/Mistral-7B-v0.3",

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from longctx_patch.planner.job import Job, parse_cluster
 from longctx_patch.planner.layer_bytes import checkpoint_bytes, layer_bytes
 from longctx_patch.planner.machines import GIB
+from longctx_patch.planner.model_shape import shape_of
+from longctx_patch.planner.named_models import NAMED
 from tests.planner.jobs import candidate, hybrid_job, llama_job
 from tests.planner.measured import AFTERWARDS, IN_VIEW, Measured, accuracy
 
@@ -44,6 +47,21 @@ def test_layers_of_two_kinds_keep_what_was_metered_on_h100s(
     output = 0 if fused else 2 * job.shape.hidden_size
     assert [found[0], found[1] + output] == pytest.approx([delta_net, attention], abs=1)
     assert [checkpoint_bytes(candidate(8), each) for each in (net, attends)] == [8192, 16448]
+
+
+def test_layers_with_frozen_experts_keep_what_was_metered_on_an_h200() -> None:
+    """Bytes for each token under an adapter, which `auto` measured with what recomputed ones
+    keep; to 0.1 %, since small tensors of the adapter are counted roughly."""
+    model = NAMED["Qwen/Qwen3.5-35B-A3B"]
+    job = Job(
+        shape=shape_of(model.config(), model.name),
+        cluster=parse_cluster("H200"),
+        seq_len=65536,
+        fsdp=False,
+        lora=True,
+    )
+    net, attends = (layer_bytes(job, candidate(40), job.shape.layers[n]).whole for n in (38, 39))
+    assert [net, attends] == pytest.approx([186_544, 135_903], rel=1e-3)
 
 
 def test_the_page_has_this_table() -> None:
