@@ -7,14 +7,16 @@ tokens are what peft makes of them; a module gets real weights only while it is 
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel
 from transformers import PreTrainedConfig
 
+from longctx_patch.families.stored_tensors import StoredTensor
+from longctx_patch.families.stored_weights import StoredWeight, places_of
 from longctx_patch.families.text_part import auto_class
 
 SUPPORTED = {
@@ -23,11 +25,11 @@ SUPPORTED = {
     *("lora_dropout", "fan_in_fan_out", "bias", "use_rslora", "modules_to_save", "use_dora"),
     *("layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "lora_bias"),
     *("trainable_token_indices", "runtime_config", "init_lora_weights", "ensure_weight_tying"),
+    "target_parameters",
 }
 """Fields of an adapter's config that merging covers at any value; others need their default."""
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal")
 """Values of `init_lora_weights` that leave the base's weights as they are."""
-Read = Callable[[str], torch.Tensor]
 
 
 def load_adapter_config(folder: Path) -> LoraConfig:
@@ -59,16 +61,30 @@ def load_adapter_config(folder: Path) -> LoraConfig:
     return found
 
 
-class AdapterOverBase:
-    """The modules that an adapter changes, by their names in the base checkpoint."""
+class _Changed(NamedTuple):
+    """A weight that an adapter changes."""
 
-    def __init__(self, folder: Path, adapter: LoraConfig, config: PreTrainedConfig) -> None:
+    owner: str
+    """The module that does so, or the weight itself where no module of PEFT's is around it."""
+    shape: torch.Size
+
+
+class AdapterOverBase:
+    """The modules that an adapter changes, by their names in the model."""
+
+    def __init__(
+        self,
+        folder: Path,
+        adapter: LoraConfig,
+        config: PreTrainedConfig,
+        tensors: dict[str, StoredTensor],
+    ) -> None:
         """Load the adapter in `folder` over stand-ins for the model that `config` describes.
 
-        Raises ValueError where the adapter's tensors don't fit this model, or would untie weights.
+        `tensors` are those of the checkpoint. Raises ValueError where the adapter's tensors don't
+        fit this model or this checkpoint, or would untie weights.
         """
-        with torch.device("meta"):
-            model = auto_class(config).from_config(config)
+        model = _without_numbers(config)
         _stand_in(model)
         try:
             with warnings.catch_warnings():
@@ -91,40 +107,85 @@ class AdapterOverBase:
         if config.tie_word_embeddings:
             _check_tied(self._model, self._wrappers)
 
-    def owners(self) -> dict[str, str]:
-        """The module (or parameter) that changes each of these tensors of the checkpoint."""
+        self._changed = self._changed_weights()
+        self._places = _places(config, tensors, self._changed)
+        for name, place in self._places.items():
+            if place.shape != (shape := tuple(self._changed[name].shape)):
+                raise ValueError(
+                    f"{place.file}: {place.keys[0]} makes {name} {list(place.shape or ())}, by the "
+                    f"base's config it has {list(shape)}. Give the folder that belongs to it."
+                )
+
+    def _changed_weights(self) -> dict[str, _Changed]:
+        """Returns the weights that the adapter changes, by their names in the model."""
         found = {
-            f"{name}.{tensor}": name
+            f"{name}.{tensor}": _Changed(name, value.shape)
             for name, wrapper in self._wrappers.items()
-            for tensor, _ in _base_of(wrapper).named_parameters()
+            for tensor, value in _base_of(wrapper).named_parameters()
         }
         inside = tuple(f"{name}." for name in self._wrappers)
         for name, value in self._model.named_parameters():
             if not name.startswith(inside) and not _is_stand_in(value):
-                found[name] = name  # a bias that the adapter brings along
+                found[name] = _Changed(name, value.shape)  # a bias that the adapter brings along
         return found
 
-    def merged(self, owner: str, read: Read) -> dict[str, torch.Tensor]:
-        """The tensors of `owner` with the adapter in them, in float32, by checkpoint names.
+    def missing(self) -> list[str]:
+        """Returns the weights that the adapter changes and the checkpoint does not have."""
+        return [name for name in self._changed if name not in self._places]
 
-        `read` gives the base's tensor of a name. Raises ValueError where a result is not finite.
+    def owners(self) -> dict[str, str]:
+        """The module (or parameter) that changes each of these tensors of the checkpoint."""
+        return {
+            key: self._changed[name].owner
+            for name, place in self._places.items()
+            for key in place.keys
+        }
+
+    def merged(self, owner: str) -> dict[str, torch.Tensor]:
+        """The checkpoint's tensors of `owner` with the adapter in them, in float32, by their keys;
+        those of experts are parts of one tensor. Raises ValueError where a result is not finite.
         """
         if owner not in self._wrappers:
-            return {owner: self._model.get_parameter(owner).detach()}
+            return self._places[owner].tensors_in(self._model.get_parameter(owner).detach())
         wrapper, base = self._wrappers[owner], _base_of(self._wrappers[owner])
         stand_ins = dict(base.named_parameters())
         for name, value in stand_ins.items():
-            real = read(f"{owner}.{name}") if _is_stand_in(value) else value.detach()
-            _set(base, name, real.to(torch.float32))
+            is_own = not _is_stand_in(value)
+            real = value.detach().float() if is_own else self._read(f"{owner}.{name}", value.shape)
+            _set(base, name, real)
         if hasattr(wrapper, "unload_and_optionally_merge_module"):
             result = wrapper.unload_and_optionally_merge_module(True, True, None)
         else:
             wrapper.merge(safe_merge=True)
             result = wrapper.get_base_layer()
-        values = {f"{owner}.{name}": value.detach() for name, value in result.named_parameters()}
+        values: dict[str, torch.Tensor] = {}
+        for name, value in result.named_parameters():
+            values |= self._places[f"{owner}.{name}"].tensors_in(value.detach())
         for name, value in stand_ins.items():
             _set(base, name, value)
         return values
+
+    def _read(self, name: str, shape: torch.Size) -> torch.Tensor:
+        out = torch.empty(shape, dtype=torch.float32)
+        self._places[name].read_into(out, 0, torch.float32)
+        return out
+
+
+def _without_numbers(config: PreTrainedConfig) -> Any:
+    with torch.device("meta"):
+        return auto_class(config).from_config(config)
+
+
+def _places(
+    config: PreTrainedConfig, tensors: dict[str, StoredTensor], names: Iterable[str]
+) -> dict[str, StoredWeight]:
+    """What files hold for these weights: under the same names or, as experts that are one tensor of
+    the model, as transformers puts them together."""
+    found = {n: StoredWeight(((tensors[n],),), stacked=False) for n in names if n in tensors}
+    if missing := set(names) - found.keys():
+        others = places_of(_without_numbers(config), tensors)
+        found |= {name: others[name] for name in missing if name in others}
+    return found
 
 
 def _stand_in(model: torch.nn.Module) -> None:

@@ -308,7 +308,7 @@ def build_model(settings: Settings, config: Any, accelerator: Any) -> Any:
         say=accelerator.print,
     )
     if settings.uses_lora:
-        model = models.add_lora(model, settings, settings.seed)
+        model = models.add_lora(model, settings, settings.seed, accelerator.print)
     set_seed(settings.seed, device_specific=True)  # from here on only dropout draws numbers
     return model.train()  # from_pretrained returns it in evaluation mode
 

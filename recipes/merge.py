@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, PreTrainedConfig
 
 from longctx_patch.families.load_config import load_model_config
-from longctx_patch.families.stored_tensors import INDEX, files_of_index
+from longctx_patch.families.stored_tensors import INDEX, files_of_index, read_headers
 from longctx_patch.recipes.adapter import AdapterOverBase, load_adapter_config
 from longctx_patch.recipes.exporting import write_config
 from longctx_patch.recipes.identity import base_problems
@@ -100,9 +100,10 @@ def merge(
     is_from_4bit = hasattr(config, "quantization_config")
     if is_from_4bit:
         del config.quantization_config
-    over = AdapterOverBase(adapter_folder, adapter, config)
+    tensors = read_headers([str(source / file) for file in sorted({*files.values()})])
+    over = AdapterOverBase(adapter_folder, adapter, config, tensors)
     owners = over.owners()
-    _check_names(owners, files, name, config)
+    _check_names(over.missing(), name, config)
     _check_space(out, files, source)
 
     out.mkdir(parents=True, exist_ok=True)
@@ -159,16 +160,12 @@ def _weight_files(source: Path) -> dict[str, str]:
         return dict.fromkeys(file.keys(), single.name)
 
 
-def _check_names(
-    owners: dict[str, str], files: dict[str, str], base: str, config: PreTrainedConfig
-) -> None:
+def _check_names(missing: list[str], base: str, config: PreTrainedConfig) -> None:
     tied = set() if not config.tie_word_embeddings else {"lm_head.weight"}
-    unknown = [name for name in owners if name not in files and name not in tied]
-    if unknown:
+    if unknown := [name for name in missing if name not in tied]:
         raise ValueError(
             f"the adapter changes {unknown[0]} (and {len(unknown) - 1} more), which the checkpoint "
-            f"of {base!r} does not hold under that name. Load the adapter with peft and call "
-            "merge_and_unload()."
+            f"of {base!r} does not hold. Load the adapter with peft and call merge_and_unload()."
         )
 
 
@@ -192,12 +189,6 @@ def _write_weights(
     dtype: torch.dtype | None,
 ) -> dict[str, int]:
     """Write each file of the base with its merged tensors; returns bytes by file."""
-
-    def read(name: str) -> torch.Tensor:
-        with safe_open(source / files[name], framework="pt") as file:
-            tensor: torch.Tensor = file.get_tensor(name)
-            return tensor
-
     pending: dict[str, torch.Tensor] = {}  # of modules whose tensors lie in several files
     sizes = {}
     for file_name in sorted({*files.values()}):
@@ -208,7 +199,7 @@ def _write_weights(
                 value = file.get_tensor(name)
                 wanted = dtype if dtype and value.is_floating_point() else value.dtype
                 if name in owners and name not in pending:
-                    pending |= over.merged(owners[name], read)
+                    pending |= over.merged(owners[name])
                 tensors[name] = _rounded(name, pending.pop(name, value), wanted)
             save_file(tensors, out / file_name, metadata={"format": "pt"})
         sizes[file_name] = sum(value.nbytes for value in tensors.values())
@@ -219,7 +210,8 @@ def _rounded(name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
     result = value.to(dtype)
     if dtype == torch.float16 and not result.isfinite().all():
         raise ValueError(f"{name} has values beyond float16's range. Use --dtype bfloat16.")
-    return result.contiguous()
+    is_whole = result.untyped_storage().nbytes() == result.nbytes
+    return result.contiguous() if is_whole else result.clone(memory_format=torch.contiguous_format)
 
 
 def _copy_beside(adapter_folder: Path, source: Path, out: Path) -> None:

@@ -1,7 +1,7 @@
 """The recipe's model and tokenizer: from the hub, a local folder or a bare config.json."""
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -242,15 +242,19 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfi
         )
 
 
-def add_lora(model: PreTrainedModel, settings: Settings, seed: int) -> Any:
-    """Wrap `model` into a peft model with a fresh adapter; every target must match a module.
+def add_lora(
+    model: PreTrainedModel, settings: Settings, seed: int, say: Callable[[str], object] = print
+) -> Any:
+    """Wrap `model` into a peft model with a fresh adapter, and `say` which experts it leaves out.
 
     The adapter is that of the seed, however many random numbers loading has drawn: it draws
-    others where each process reads its own rows.
+    others where each process reads its own rows. Raises ValueError for a target that matches no
+    module, or no weight, of the model.
     """
     from peft import LoraConfig, TaskType, get_peft_model
 
     set_seed(seed)
+    _check_parameters(model, settings.lora_target_parameters)
     linear = {
         name.rsplit(".", 1)[-1]
         for name, module in model.named_modules()
@@ -269,12 +273,52 @@ def add_lora(model: PreTrainedModel, settings: Settings, seed: int) -> Any:
         lora_alpha=settings.lora_alpha,
         lora_dropout=settings.lora_dropout,
         target_modules="all-linear" if everything else settings.lora_targets,
+        target_parameters=settings.lora_target_parameters or None,
         exclude_modules=(everything and sorted(_without_adapter(model))) or None,
         **adapter_options(model, settings.also_train, settings.lora_targets),
     )
     adapted = get_peft_model(model, adapter)
     prepare_copies(adapted, ties=adapter.ensure_weight_tying)
+    if everything and (left := _frozen_experts(adapted)):
+        say(
+            f"The adapter leaves {sum(left.values()):,} weights of experts frozen, which are in no "
+            f"linear layer. --lora-target-parameters {' '.join(left)} adapts them too."
+        )
     return adapted
+
+
+def _check_parameters(model: PreTrainedModel, targets: Sequence[str]) -> None:
+    """Refuse names that PEFT would find no weight for, or would only warn of."""
+    names = [name for name, _ in model.named_parameters()]
+    stacked = {name.split(".experts.")[1] for name in _stacked_experts(model)}
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            known = ", ".join(f"experts.{name}" for name in sorted(stacked)) or "none"
+            raise ValueError(
+                f"lora_target_parameters {target}: no weight's name ends so. Those of all experts "
+                f"in one tensor: {known}."
+            )
+
+
+def _stacked_experts(model: Any) -> dict[str, torch.nn.Parameter]:
+    """Returns the weights that hold those of all experts of a layer, by their names in the model
+    without an adapter."""
+    plain = ((name.replace(".base_layer", ""), w) for name, w in model.named_parameters())
+    return {name: weight for name, weight in plain if ".experts." in name and weight.ndim == 3}
+
+
+def _frozen_experts(adapted: Any) -> dict[str, int]:
+    """Returns how many weights without an adapter the experts have, by the ends of their names."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    wrappers = [module for module in adapted.modules() if isinstance(module, ParamWrapper)]
+    has_adapter = {id(wrapper.get_param()) for wrapper in wrappers}
+    left: dict[str, int] = {}
+    for name, weight in _stacked_experts(adapted).items():
+        end = f"experts.{name.split('.experts.')[1]}"
+        if id(weight) not in has_adapter:
+            left[end] = left.get(end, 0) + weight.numel()
+    return left
 
 
 def _without_adapter(model: PreTrainedModel) -> set[str]:

@@ -130,6 +130,10 @@ class _Adapted(ContextSettings, _Loaded):
     lora_alpha: float = setting("scale of the adapter, divided by its rank", default=32.0)
     lora_dropout: float = setting("dropout before the adapter", default=0.0)
     lora_targets: list[str] = setting("module names, or all-linear", default=["all-linear"])
+    lora_target_parameters: list[str] = setting(
+        "weights that are in no linear layer, such as experts.down_proj (PEFT's target_parameters)",
+        default=[],
+    )
     also_train: list[str] = setting(
         f"what is trained as a whole beside the adapter: {','.join(ALSO_TRAINED)}", default=[]
     )
@@ -250,6 +254,11 @@ class ModelSettings(_ContextEvaluated):
         self._check_context_evaluation()
         if not 0 <= self.lora_dropout < 1:
             raise ValueError(f"lora_dropout={self.lora_dropout}: a share, from 0 to below 1.")
+        if self.lora_dropout and self.lora_target_parameters:
+            raise ValueError(
+                f"lora_dropout={self.lora_dropout} with lora_target_parameters: PEFT has no "
+                "dropout before these. Leave one of them out."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

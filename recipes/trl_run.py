@@ -296,7 +296,7 @@ def load(settings: TrlSettings, config: Any, args: Any, *, sharded: bool = False
     say = args.distributed_state.print
     model = models.load_model(settings, config, args.device, sharded=sharded, say=say)
     if settings.uses_lora:
-        model = models.add_lora(model, settings, args.seed)
+        model = models.add_lora(model, settings, args.seed, say)
     fuse_layers(model, choose_fused_layers(settings.fused_layers, model, args.device.type).how)
     return model
 

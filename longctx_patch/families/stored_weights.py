@@ -4,7 +4,7 @@ transformers says which tensor of a file becomes which weight of the model, and 
 stacked.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -36,6 +36,11 @@ class StoredWeight:
         return self.parts[0][0].file
 
     @property
+    def keys(self) -> list[str]:
+        """The names in the files."""
+        return [tensor.key for part in self.parts for tensor in part]
+
+    @property
     def shape(self) -> tuple[int, ...] | None:
         """None where the parts don't fit together."""
         first = [part[0].shape for part in self.parts]
@@ -55,10 +60,20 @@ class StoredWeight:
         if not self.stacked:
             self.parts[0][0].read_into(out, start, through)
             return
-        for number, row in enumerate(out, start):
+        for tensor, place in self._stacked_in(out, start):
+            tensor.read_into(place, 0, through)
+
+    def tensors_in(self, whole: Tensor) -> dict[str, Tensor]:
+        """Returns the places of the files' tensors in all rows of the weight, by their keys."""
+        if not self.stacked:
+            return {self.parts[0][0].key: whole}
+        return {tensor.key: place for tensor, place in self._stacked_in(whole, 0)}
+
+    def _stacked_in(self, rows: Tensor, start: int) -> Iterator[tuple[StoredTensor, Tensor]]:
+        for number, row in enumerate(rows, start):
             sizes = [part[number].shape[0] for part in self.parts]
             for part, place in zip(self.parts, row.split(sizes), strict=True):
-                part[number].read_into(place, 0, through)
+                yield part[number], place
 
 
 ALLOW = (
@@ -133,6 +148,15 @@ def stored_weights(
             f"{where}: {', '.join(sorted(info.missing_keys))} is allowed to be missing, and random."
         )
     return found
+
+
+def places_of(model: Any, tensors: dict[str, StoredTensor]) -> dict[str, StoredWeight]:
+    """Returns what files hold for each weight of a transformers model that they hold.
+
+    Raises NeedsWholeReading where a conversion doesn't keep rows together.
+    """
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return _named(model, expected, tensors)[0]
 
 
 def _begin_alike(weight: StoredWeight, other: StoredWeight) -> bool:

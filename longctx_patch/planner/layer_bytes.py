@@ -140,7 +140,7 @@ def _experts(job: Job, experts: ExpertShape) -> tuple[float, float]:
         # What goes into both products: the token, and silu times up. Frozen ones don't keep it.
         kept += hidden + inner
     if job.lora and experts.are_adapted:  # what is between an adapter's factors, of both products
-        kept += 3 * BF16 * job.lora_rank
+        kept += (experts.gate_up_ranks + 1) * BF16 * job.lora_rank
     # Places of the token in three orders, its expert, and its weight.
     kept += 4 * INDEX + BF16
     # The router's probabilities, in float32.

@@ -40,8 +40,14 @@ class ExpertShape:
     shared_width: int = 0
     """Numbers of a token inside of the expert that all tokens go through, whose result a gate
     weighs; 0: there is none."""
-    are_adapted: bool = True
-    """Whether an adapter on all linear layers is on each expert and on the router too."""
+    gate_up_ranks: int = 2
+    """How many times an adapter's rank gate and up, one tensor, have together: 2 where PEFT's
+    `all-linear` finds experts and their router, 1 where experts alone are named, 0 if frozen."""
+
+    @property
+    def are_adapted(self) -> bool:
+        """Says whether an adapter is on each expert."""
+        return self.gate_up_ranks > 0
 
     @property
     def idle_share(self) -> float:
@@ -63,8 +69,8 @@ class LayerShape:
     expert_weights: int = 0
     """Weights of all experts, among the linear ones."""
     expert_sides: int = 0
-    """Those of all experts' products, if the adapter is on them; twice those of gate and up, one
-    product whose adapter has twice the rank."""
+    """Those of all experts' products, if the adapter is on them; those of gate and up, one product,
+    as many times as its adapter has the rank."""
     experts: ExpertShape | None = None
     """None: it has an ordinary MLP."""
     num_norms: int
@@ -201,8 +207,11 @@ class ModelShape:
         return flops
 
 
-def shape_of(config: Any, name: str) -> ModelShape:
+def shape_of(config: Any, name: str, *, adapts_experts: bool = False) -> ModelShape:
     """Read the sizes from a transformers config.
+
+    Args:
+        adapts_experts: whether an adapter is on experts also where PEFT's `all-linear` finds none.
 
     Raises ValueError for experts that aren't counted, for latent attention, for recurrent layers
     that aren't gated delta nets, and where layers have other sizes."""
@@ -216,7 +225,7 @@ def shape_of(config: Any, name: str) -> ModelShape:
             "measures."
         )
     found, num_outside = _layer_of_each_kind(config)
-    experts = _experts_of(config, next(iter(found.values())))
+    experts = _experts_of(config, next(iter(found.values())), adapts_experts)
     wide = text_config(config).model_type in WIDE_NORMS
     shapes = {
         is_recurrent: _shape_of_layer(
@@ -256,7 +265,7 @@ def _known_instead_of(facts: ModelFacts, recurrent_kind: str) -> str:
     return "layers that are alike"
 
 
-def _experts_of(config: Any, layer: Any) -> ExpertShape | None:
+def _experts_of(config: Any, layer: Any, names_them: bool) -> ExpertShape | None:
     if not ModelFacts.of(config).are_counted:
         return None
     config = text_config(config)
@@ -268,7 +277,7 @@ def _experts_of(config: Any, layer: Any) -> ExpertShape | None:
         width=width,
         has_wide_weights=config.model_type in WIDE_ROUTERS,
         shared_width=0 if shared is None else shared.down_proj.in_features,
-        are_adapted=config.model_type not in FUSED_IN_FILES,
+        gate_up_ranks=int(names_them) if config.model_type in FUSED_IN_FILES else 2,
     )
 
 
@@ -289,8 +298,9 @@ def _shape_of_layer(
         gate_up, down = layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj
         expert_weights = gate_up.numel() + down.numel()
         if experts.are_adapted:
-            expert_sides = len(down) * (2 * sum(gate_up.shape[1:]) + sum(down.shape[1:]))
-            sides += sum(router.shape) + expert_sides
+            gate_up_sides = experts.gate_up_ranks * sum(gate_up.shape[1:])
+            expert_sides = len(down) * (gate_up_sides + sum(down.shape[1:]))
+            sides += expert_sides + (sum(router.shape) if experts.gate_up_ranks > 1 else 0)
     named = layer.named_modules()
     norms = [key for key, part in named if "norm" in type(part).__name__.lower()]
     head_norms = [key for key in norms if key.endswith(HEAD_NORMS)]

@@ -24,8 +24,10 @@ def whole_model(config: Any) -> Any:
         return AutoModelForCausalLM.from_config(config)
 
 
-def assert_counts_are_of(config: Any) -> None:
-    model, shape = whole_model(config), shape_of(config, "some")
+def assert_counts_are_of(config: Any, *targets: str) -> None:
+    """`targets`: weights that the adapter names beside all linear layers."""
+    model = whole_model(config)
+    shape = shape_of(config, "some", adapts_experts=bool(targets))
     layers = list(model.get_decoder().layers)
     assert shape.num_weights == sum(weight.numel() for weight in model.parameters())
     assert shape.num_layers == len(layers)
@@ -45,7 +47,9 @@ def assert_counts_are_of(config: Any) -> None:
         ]
         assert shape.linear_sides == sum(part.in_features + part.out_features for part in linear)
         return
-    adapter = LoraConfig(r=1, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapter = LoraConfig(
+        r=1, target_modules="all-linear", target_parameters=targets or None, task_type="CAUSAL_LM"
+    )
     adapted = get_peft_model(model, adapter, low_cpu_mem_usage=True)
     trained = [weight for weight in adapted.parameters() if weight.requires_grad]
     assert shape.linear_sides == sum(weight.numel() for weight in trained)
@@ -56,6 +60,11 @@ def test_counts_are_those_of_the_model(family: str) -> None:
     both_kinds = FACTS[family].num_recurrent > 0  # it has layer_types of three layers
     few = {} if both_kinds else {"num_hidden_layers": 2}
     assert_counts_are_of(featured_config(family, **few))
+
+
+def test_experts_that_an_adapter_names_count() -> None:
+    config = featured_config("qwen3_5_moe_text")
+    assert_counts_are_of(config, "experts.gate_up_proj", "experts.down_proj")
 
 
 def test_a_token_goes_through_some_experts() -> None:

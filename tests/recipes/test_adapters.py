@@ -42,6 +42,38 @@ def test_linear_layers_that_cant_have_an_adapter_have_none(family: str, left_out
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
+STACKED = ["experts.down_proj", "experts.gate_up_proj"]
+
+
+def test_experts_that_an_adapter_leaves_out_are_said_and_can_be_named() -> None:
+    said: list[str] = []
+    model = featured_model("qwen3_5_moe_text")
+    stacked = [w for name, w in model.named_parameters() if name.endswith(tuple(STACKED))]
+    models.add_lora(model, settings_of(), 0, said.append)
+    (line,) = said
+    assert f"leaves {sum(weight.numel() for weight in stacked):,} weights of experts" in line
+    assert line.endswith(f"--lora-target-parameters {' '.join(reversed(STACKED))} adapts them too.")
+
+    asked = settings_of(lora_target_parameters=STACKED)
+    adapted = models.add_lora(featured_model("qwen3_5_moe_text"), asked, 0, said.append)
+    trained = {name for name, weight in adapted.named_parameters() if weight.requires_grad}
+    assert sum(".experts." in name for name in trained) == 2 * len(stacked)
+    models.add_lora(featured_model("qwen3_moe"), settings_of(), 0, said.append)
+    assert len(said) == 1, "PEFT finds those of Qwen3-MoE"
+
+
+def test_a_target_that_no_weight_has_is_refused() -> None:
+    asked = settings_of(lora_target_parameters=["experts.gate_proj"])
+    with pytest.raises(
+        ValueError, match=r"gate_proj: no .*experts\.down_proj, experts\.gate_up_proj\."
+    ):
+        models.add_lora(featured_model("qwen3_5_moe_text"), asked, 0)
+    with pytest.raises(ValueError, match=r"in one tensor: none\."):
+        models.add_lora(featured_model("llama"), asked, 0)
+    with pytest.raises(ValueError, match=r"lora_dropout=0\.1 with lora_target_parameters"):
+        settings_of(lora_target_parameters=STACKED, lora_dropout=0.1)
+
+
 @pytest.mark.parametrize("family", ["llama", "olmo_hybrid"])
 def test_an_adapter_is_the_same_however_weights_are_read(family: str, tmp_path: Path) -> None:
     """Before OLMo hybrid's weights are read whole, it is tried to read them by rows."""

@@ -21,13 +21,16 @@ from tests.hf.float64 import padded_rows
 from tests.hf.tiny import gradients, tiny_model
 from tests.memory.trained import Trained, averaged
 
-FAMILIES = ("qwen3_moe", "mixtral", "olmoe")
+STACKED = ["experts.gate_up_proj", "experts.down_proj"]
+TARGETS: dict[str, Any] = {"qwen3_5_moe_text": {"target_parameters": STACKED}}
+"""What PEFT is told of families whose experts `all-linear` doesn't find."""
+FAMILIES = ("qwen3_moe", "mixtral", "olmoe", *TARGETS)
 
 
 def adapted(family: str = "qwen3_moe", *, rank: int = 4, **sizes: Any) -> Any:
     model = tiny_model(family, **sizes)
-    config = LoraConfig(r=rank, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM")
-    wrapped = get_peft_model(model, config)
+    options = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", **TARGETS.get(family, {})}
+    wrapped = get_peft_model(model, LoraConfig(r=rank, lora_alpha=6, **options))
     generator = torch.Generator().manual_seed(0)
     for name, weight in wrapped.named_parameters():
         if "lora_B" in name:
@@ -76,8 +79,10 @@ def test_numbers_of_peft(family: str, products: Counter[str]) -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_a_group_of_ranks() -> None:
-    found = verify_on_virtual_ranks(adapted(), LongContextConfig(ring_degree=2), padded_rows())
+@pytest.mark.parametrize("family", ["qwen3_moe", *TARGETS])
+def test_a_group_of_ranks(family: str) -> None:
+    config = LongContextConfig(ring_degree=2, torch_recurrence=family in TARGETS)
+    found = verify_on_virtual_ranks(adapted(family), config, padded_rows())
     assert found.ok, str(found)
 
 
