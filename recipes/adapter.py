@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel
+from safetensors import safe_open
 from transformers import PreTrainedConfig
 
-from longctx_patch.families.stored_tensors import StoredTensor
+from longctx_patch.families.stored_tensors import NeedsWholeReading, StoredTensor
 from longctx_patch.families.stored_weights import StoredWeight, places_of
 from longctx_patch.families.text_part import auto_class
 
@@ -61,6 +62,10 @@ def load_adapter_config(folder: Path) -> LoraConfig:
     return found
 
 
+MISSING = "missing adapter keys"
+"""What peft warns of where an adapter's file has less than its config says."""
+
+
 class _Changed(NamedTuple):
     """A weight that an adapter changes."""
 
@@ -85,23 +90,10 @@ class AdapterOverBase:
         fit this model or this checkpoint, or would untie weights.
         """
         model = _without_numbers(config)
-        _stand_in(model)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of names that peft or transformers moved
-                loaded = PeftModel.from_pretrained(
-                    model,
-                    str(folder),
-                    config=adapter,
-                    low_cpu_mem_usage=True,
-                    torch_device="cpu",
-                )
-        except (RuntimeError, ValueError, KeyError) as error:
-            said = " ".join(map(str.strip, str(error).splitlines()[:2]))
-            raise ValueError(
-                f"the adapter in {folder} does not fit its base model: {said} Give the base that "
-                "it was trained over, with --base."
-            ) from error
+        if any("experts" in name for name, _ in model.named_modules()):
+            _refuse_single_experts(folder, adapter)
+        self._nothing = _stand_in(model)
+        loaded = _loaded(folder, adapter, model)
         self._model = loaded.base_model.model
         self._wrappers = dict(_outermost(self._model))
         if config.tie_word_embeddings:
@@ -125,7 +117,7 @@ class AdapterOverBase:
         }
         inside = tuple(f"{name}." for name in self._wrappers)
         for name, value in self._model.named_parameters():
-            if not name.startswith(inside) and not _is_stand_in(value):
+            if not name.startswith(inside) and not self._is_stand_in(value):
                 found[name] = _Changed(name, value.shape)  # a bias that the adapter brings along
         return found
 
@@ -150,7 +142,7 @@ class AdapterOverBase:
         wrapper, base = self._wrappers[owner], _base_of(self._wrappers[owner])
         stand_ins = dict(base.named_parameters())
         for name, value in stand_ins.items():
-            is_own = not _is_stand_in(value)
+            is_own = not self._is_stand_in(value)
             real = value.detach().float() if is_own else self._read(f"{owner}.{name}", value.shape)
             _set(base, name, real)
         if hasattr(wrapper, "unload_and_optionally_merge_module"):
@@ -165,6 +157,11 @@ class AdapterOverBase:
             _set(base, name, value)
         return values
 
+    def _is_stand_in(self, value: torch.Tensor) -> bool:
+        """Says so of copies that PEFT makes too, but for those of one element."""
+        is_spread = value.untyped_storage().nbytes() < value.nbytes
+        return is_spread or value.data_ptr() == self._nothing.data_ptr()
+
     def _read(self, name: str, shape: torch.Size) -> torch.Tensor:
         out = torch.empty(shape, dtype=torch.float32)
         self._places[name].read_into(out, 0, torch.float32)
@@ -176,32 +173,82 @@ def _without_numbers(config: PreTrainedConfig) -> Any:
         return auto_class(config).from_config(config)
 
 
+def _refuse_single_experts(folder: Path, adapter: LoraConfig) -> None:
+    """Refuse factors of one expert each, as transformers 4 had them, where their scale is no single
+    number: peft puts them together under the scale of what it puts them into."""
+    with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+        keys = [key for key in file.keys() if ".experts." in key]  # noqa: SIM118  # it is no dict
+    options = {
+        name: value
+        for name in ("use_rslora", "rank_pattern", "alpha_pattern")
+        if (value := getattr(adapter, name))
+    }
+    single = next((key for key in keys if key.split(".experts.")[1][0].isdigit()), None)
+    if single is not None and options:
+        said = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        raise ValueError(
+            f"the adapter in {folder}: {said}, and {single}, of one expert: peft gives such "
+            "factors another scale. Merge with the transformers 4 that trained it."
+        )
+
+
+def _loaded(folder: Path, adapter: LoraConfig, model: torch.nn.Module) -> Any:
+    """The model with the adapter that is in `folder`, whole."""
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")  # not shown: of names that peft or transformers moved
+            loaded = PeftModel.from_pretrained(
+                model, str(folder), config=adapter, low_cpu_mem_usage=True, torch_device="cpu"
+            )
+        said = next((str(each.message) for each in told if MISSING in str(each.message)), None)
+    except (RuntimeError, ValueError, KeyError) as error:
+        said = " ".join(map(str.strip, str(error).splitlines()[:2]))
+    if said is not None:
+        raise ValueError(
+            f"the adapter in {folder} does not fit its base model: {said[:400]} Give the base that "
+            "it was trained over, with --base."
+        )
+    for name, value in loaded.named_parameters():
+        if "lora_" in name and not value.isfinite().all():
+            raise ValueError(
+                f"the adapter in {folder}: {name} has numbers that are not finite. Merge an "
+                "earlier checkpoint-N."
+            )
+    return loaded
+
+
 def _places(
     config: PreTrainedConfig, tensors: dict[str, StoredTensor], names: Iterable[str]
 ) -> dict[str, StoredWeight]:
     """What files hold for these weights: under the same names or, as experts that are one tensor of
     the model, as transformers puts them together."""
     found = {n: StoredWeight(((tensors[n],),), stacked=False) for n in names if n in tensors}
-    if missing := set(names) - found.keys():
-        others = places_of(_without_numbers(config), tensors)
-        found |= {name: others[name] for name in missing if name in others}
+    model = _without_numbers(config)
+    missing = set(names) - found.keys()
+    if config.tie_word_embeddings:  # of a tied head the files have the embeddings alone
+        missing -= model.all_tied_weights_keys.keys()
+    if missing:
+        try:
+            found |= places_of(model, tensors, missing)
+        except NeedsWholeReading as error:
+            raise ValueError(
+                f"{error} Load the adapter with peft and call merge_and_unload()."
+            ) from error
     return found
 
 
-def _stand_in(model: torch.nn.Module) -> None:
-    """Put a tensor of one element, read as often as the shape asks, for every parameter.
+def _stand_in(model: torch.nn.Module) -> torch.Tensor:
+    """Put one number, read as often as the shape asks, for every parameter, and return it.
 
     It is float32, since peft casts an adapter to its base's dtype.
     """
+    nothing = torch.zeros(())
     made: dict[torch.nn.Parameter, torch.Tensor] = {}  # tied weights stay tied
     for module in model.modules():
         for name, value in list(module.named_parameters(recurse=False)):
-            made.setdefault(value, torch.zeros(()).expand(value.shape))
+            made.setdefault(value, nothing.expand(value.shape))
             _set(module, name, made[value])
-
-
-def _is_stand_in(value: torch.Tensor) -> bool:
-    return value.untyped_storage().nbytes() < value.nbytes
+    return nothing
 
 
 def _set(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:

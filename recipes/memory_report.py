@@ -136,9 +136,8 @@ def job_of(
 ) -> Job:
     """Returns what these settings train, whatever their degrees; rows of a forward count as one."""
     dtype: WeightsDtype = "float32" if settings.dtype == "float32" else "bfloat16"
-    names_experts = any("experts." in name for name in settings.lora_target_parameters)
     return Job(
-        shape=shape_of(config, settings.model, adapts_experts=names_experts),
+        shape=shape_of(config, settings.model, lora_parameters=settings.lora_target_parameters),
         cluster=cluster,
         seq_len=settings.seq_len * settings.batch_size,
         lora=settings.uses_lora,

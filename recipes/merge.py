@@ -19,7 +19,12 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, PreTrainedConfig
 
 from longctx_patch.families.load_config import load_model_config
-from longctx_patch.families.stored_tensors import INDEX, files_of_index, read_headers
+from longctx_patch.families.stored_tensors import (
+    INDEX,
+    StoredTensor,
+    files_of_index,
+    read_headers,
+)
 from longctx_patch.recipes.adapter import AdapterOverBase, load_adapter_config
 from longctx_patch.recipes.exporting import write_config
 from longctx_patch.recipes.identity import base_problems
@@ -100,14 +105,20 @@ def merge(
     is_from_4bit = hasattr(config, "quantization_config")
     if is_from_4bit:
         del config.quantization_config
-    tensors = read_headers([str(source / file) for file in sorted({*files.values()})])
+    paths = [str(source / file) for file in sorted({*files.values()})]
+    tensors = read_headers(paths, others=True)
     over = AdapterOverBase(adapter_folder, adapter, config, tensors)
     owners = over.owners()
     _check_names(over.missing(), name, config)
     _check_space(out, files, source)
 
     out.mkdir(parents=True, exist_ok=True)
-    sizes = _write_weights(over, owners, source, files, out, dtype)
+    try:
+        sizes = _write_weights(over, owners, source, tensors, files, out, dtype)
+    except BaseException:
+        for name in {*files.values()}:  # half a model is of no use, and would be in the way
+            (out / name).unlink(missing_ok=True)
+        raise
     if (source / INDEX).is_file():
         content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}
         (out / INDEX).write_text(json.dumps(content, indent=2), encoding="utf-8")
@@ -184,6 +195,7 @@ def _write_weights(
     over: AdapterOverBase,
     owners: dict[str, str],
     source: Path,
+    tensors: dict[str, StoredTensor],
     files: dict[str, str],
     out: Path,
     dtype: torch.dtype | None,
@@ -192,17 +204,23 @@ def _write_weights(
     pending: dict[str, torch.Tensor] = {}  # of modules whose tensors lie in several files
     sizes = {}
     for file_name in sorted({*files.values()}):
-        tensors = {}
+        written = {}
         with ExitStack() as stack:
             file = stack.enter_context(safe_open(source / file_name, framework="pt"))
             for name in file.keys():  # noqa: SIM118  # it is no dict
+                if name in owners and name not in pending:
+                    pending |= {
+                        key: _rounded(key, merged, dtype or tensors[key].dtype)
+                        for key, merged in over.merged(owners[name]).items()
+                    }
+                if name in pending:
+                    written[name] = pending.pop(name)
+                    continue
                 value = file.get_tensor(name)
                 wanted = dtype if dtype and value.is_floating_point() else value.dtype
-                if name in owners and name not in pending:
-                    pending |= over.merged(owners[name])
-                tensors[name] = _rounded(name, pending.pop(name, value), wanted)
-            save_file(tensors, out / file_name, metadata={"format": "pt"})
-        sizes[file_name] = sum(value.nbytes for value in tensors.values())
+                written[name] = _rounded(name, value, wanted)
+            save_file(written, out / file_name, metadata={"format": "pt"})
+        sizes[file_name] = sum(value.nbytes for value in written.values())
     return sizes
 
 

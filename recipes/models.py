@@ -1,7 +1,8 @@
 """The recipe's model and tokenizer: from the hub, a local folder or a bare config.json."""
 
+import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -277,47 +278,68 @@ def add_lora(
         exclude_modules=(everything and sorted(_without_adapter(model))) or None,
         **adapter_options(model, settings.also_train, settings.lora_targets),
     )
-    adapted = get_peft_model(model, adapter)
+    try:
+        adapted = get_peft_model(model, adapter)
+    except (TypeError, ValueError) as error:
+        if not (named := settings.lora_target_parameters):
+            raise
+        raise ValueError(
+            f"lora_target_parameters {', '.join(named)}: PEFT refuses ({error}). Leave out what "
+            "lora_targets or also_train has already, and what has neither 2 nor 3 dimensions."
+        ) from error
     prepare_copies(adapted, ties=adapter.ensure_weight_tying)
-    if everything and (left := _frozen_experts(adapted)):
+    if everything and (left := _left_out(adapted, _without_adapter(model))):
         say(
-            f"The adapter leaves {sum(left.values()):,} weights of experts frozen, which are in no "
-            f"linear layer. --lora-target-parameters {' '.join(left)} adapts them too."
+            f"The adapter leaves {sum(left.values()):,} weights frozen that PEFT's all-linear does "
+            f"not reach. --lora-target-parameters {' '.join(left)} adapts them too."
         )
     return adapted
 
 
 def _check_parameters(model: PreTrainedModel, targets: Sequence[str]) -> None:
     """Refuse names that PEFT would find no weight for, or would only warn of."""
-    names = [name for name, _ in model.named_parameters()]
-    stacked = {name.split(".experts.")[1] for name in _stacked_experts(model)}
     for target in targets:
-        if not any(name == target or name.endswith(f".{target}") for name in names):
-            known = ", ".join(f"experts.{name}" for name in sorted(stacked)) or "none"
+        if not any(f".{name}".endswith(f".{target}") for name, _ in model.named_parameters()):
+            stacked = {_within_layer(name) for name, _ in _stacked(model)}
             raise ValueError(
-                f"lora_target_parameters {target}: no weight's name ends so. Those of all experts "
-                f"in one tensor: {known}."
+                f"lora_target_parameters {target}: no weight's name ends so. Those that all "
+                f"experts have in one tensor: {', '.join(sorted(stacked)) or 'none'}."
             )
 
 
-def _stacked_experts(model: Any) -> dict[str, torch.nn.Parameter]:
-    """Returns the weights that hold those of all experts of a layer, by their names in the model
-    without an adapter."""
-    plain = ((name.replace(".base_layer", ""), w) for name, w in model.named_parameters())
-    return {name: weight for name, weight in plain if ".experts." in name and weight.ndim == 3}
+def _within_layer(name: str) -> str:
+    """The end of a weight's name that it has in every layer, in a model without an adapter."""
+    return re.split(r"\.\d+\.", name.replace(".base_layer", ""))[-1]
 
 
-def _frozen_experts(adapted: Any) -> dict[str, int]:
-    """Returns how many weights without an adapter the experts have, by the ends of their names."""
-    from peft.tuners.lora.layer import ParamWrapper
+def _stacked(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yields (name, weight) of what holds a matrix of each expert."""
+    for name, module in model.named_modules():
+        for end, weight in module.named_parameters(recurse=False):
+            if weight.ndim == 3 and not isinstance(module, torch.nn.Conv1d):
+                yield f"{name}.{end}", weight
 
-    wrappers = [module for module in adapted.modules() if isinstance(module, ParamWrapper)]
-    has_adapter = {id(wrapper.get_param()) for wrapper in wrappers}
+
+def _left_out(adapted: Any, excluded: Container[str]) -> dict[str, int]:
+    """Returns how many weights of experts and linear layers have no adapter, by the ends of their
+    names; the head's and those of modules that are `excluded` by name are not looked at."""
+    from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+
+    layers = [module for module in adapted.modules() if isinstance(module, LoraLayer)]
+    has_adapter = {
+        id(each.get_param() if isinstance(each, ParamWrapper) else each.get_base_layer().weight)
+        for each in layers
+    }
+    linear = (
+        (f"{name}.weight", module.weight)
+        for name, module in adapted.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not adapted.get_output_embeddings()
+    )
     left: dict[str, int] = {}
-    for name, weight in _stacked_experts(adapted).items():
-        end = f"experts.{name.split('.experts.')[1]}"
-        if id(weight) not in has_adapter:
-            left[end] = left.get(end, 0) + weight.numel()
+    for name, weight in (*_stacked(adapted), *linear):
+        is_frozen = not weight.requires_grad and id(weight) not in has_adapter
+        if is_frozen and name.rsplit(".", 2)[-2] not in excluded:
+            left[_within_layer(name)] = left.get(_within_layer(name), 0) + weight.numel()
     return left
 
 

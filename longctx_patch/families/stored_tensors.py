@@ -118,8 +118,9 @@ def files_of_index(index: Path) -> dict[str, str]:
     return files
 
 
-def read_headers(files: list[str]) -> dict[str, StoredTensor]:
-    """The tensors of all files by their keys. Raises ValueError for a file that is cut short."""
+def read_headers(files: list[str], *, others: bool = False) -> dict[str, StoredTensor]:
+    """The tensors of all files by their keys. Raises ValueError for a file that is cut short, and
+    for dtypes that are not read by rows unless there may be `others`, which are left out."""
     found = {}
     for name in files:
         try:
@@ -134,6 +135,8 @@ def read_headers(files: list[str]) -> dict[str, StoredTensor]:
         header.pop("__metadata__", None)
         for key, each in header.items():
             if each["dtype"] not in DTYPES:
+                if others:
+                    continue
                 raise NeedsWholeReading(
                     f"{name}: {key} is of dtype {each['dtype']}, but {', '.join(DTYPES)} are read "
                     "by rows. Load the model with AutoModelForCausalLM.from_pretrained."

@@ -4,7 +4,7 @@ transformers says which tensor of a file becomes which weight of the model, and 
 stacked.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -150,13 +150,16 @@ def stored_weights(
     return found
 
 
-def places_of(model: Any, tensors: dict[str, StoredTensor]) -> dict[str, StoredWeight]:
-    """Returns what files hold for each weight of a transformers model that they hold.
+def places_of(
+    model: Any, tensors: dict[str, StoredTensor], names: Container[str]
+) -> dict[str, StoredWeight]:
+    """Returns what files hold for these weights of a transformers model, as far as they hold them.
 
-    Raises NeedsWholeReading where a conversion doesn't keep rows together.
+    Raises NeedsWholeReading where a conversion of one doesn't keep rows together.
     """
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    return _named(model, expected, tensors)[0]
+    found, _ = _named(model, expected, tensors, names)
+    return {name: weight for name, weight in found.items() if name in names}
 
 
 def _begin_alike(weight: StoredWeight, other: StoredWeight) -> bool:
@@ -169,9 +172,15 @@ def _begin_alike(weight: StoredWeight, other: StoredWeight) -> bool:
 
 
 def _named(
-    model: Any, expected: dict[str, tuple[int, ...]], tensors: dict[str, StoredTensor]
+    model: Any,
+    expected: dict[str, tuple[int, ...]],
+    tensors: dict[str, StoredTensor],
+    names: Container[str] | None = None,
 ) -> tuple[dict[str, StoredWeight], dict[str, StoredTensor]]:
-    """(what belongs to each name of the model, what belongs to none by the name it would have)."""
+    """(what belongs to each name of the model, what belongs to none by the name it would have).
+
+    Of weights that are made of several tensors, those of `names` alone, if there are any.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
@@ -193,6 +202,8 @@ def _named(
         else:
             stacks.setdefault(name, {}).setdefault(pattern, []).append(tensors[key])
     for name, parts in stacks.items():
+        if names is not None and name not in names:
+            continue
         converter = by_pattern[next(iter(parts))]
         _require_rows(name, converter)
         patterns = [pattern for pattern in converter.source_patterns if pattern in parts]

@@ -136,11 +136,11 @@ def _experts(job: Job, experts: ExpertShape) -> tuple[float, float]:
     hidden, inner = BF16 * job.shape.hidden_size, BF16 * experts.width
     # Gate and up, silu; the result before its weight, which the weight's gradient asks for.
     kept: float = 3 * inner + hidden
-    if not job.lora or experts.are_adapted:
-        # What goes into both products: the token, and silu times up. Frozen ones don't keep it.
-        kept += hidden + inner
-    if job.lora and experts.are_adapted:  # what is between an adapter's factors, of both products
-        kept += (experts.gate_up_ranks + 1) * BF16 * job.lora_rank
+    # What goes into the products, the token and silu times up: frozen ones don't keep it.
+    kept += hidden if experts.gate_up_ranks or not job.lora else 0
+    kept += inner if experts.down_ranks or not job.lora else 0
+    if job.lora:  # what is between an adapter's factors, of both products
+        kept += (experts.gate_up_ranks + experts.down_ranks) * BF16 * job.lora_rank
     # Places of the token in three orders, its expert, and its weight.
     kept += 4 * INDEX + BF16
     # The router's probabilities, in float32.

@@ -6,7 +6,7 @@ of a kind have equal sizes.
 
 import copy
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -42,12 +42,9 @@ class ExpertShape:
     weighs; 0: there is none."""
     gate_up_ranks: int = 2
     """How many times an adapter's rank gate and up, one tensor, have together: 2 where PEFT's
-    `all-linear` finds experts and their router, 1 where experts alone are named, 0 if frozen."""
-
-    @property
-    def are_adapted(self) -> bool:
-        """Says whether an adapter is on each expert."""
-        return self.gate_up_ranks > 0
+    `all-linear` finds experts and their router, 1 where this tensor is named, 0 if it is frozen."""
+    down_ranks: int = 1
+    """The same of down."""
 
     @property
     def idle_share(self) -> float:
@@ -207,11 +204,12 @@ class ModelShape:
         return flops
 
 
-def shape_of(config: Any, name: str, *, adapts_experts: bool = False) -> ModelShape:
+def shape_of(config: Any, name: str, *, lora_parameters: Collection[str] = ()) -> ModelShape:
     """Read the sizes from a transformers config.
 
     Args:
-        adapts_experts: whether an adapter is on experts also where PEFT's `all-linear` finds none.
+        lora_parameters: weights that an adapter names beside all linear layers, by the ends of
+            their names (PEFT's target_parameters); those of experts count.
 
     Raises ValueError for experts that aren't counted, for latent attention, for recurrent layers
     that aren't gated delta nets, and where layers have other sizes."""
@@ -225,7 +223,7 @@ def shape_of(config: Any, name: str, *, adapts_experts: bool = False) -> ModelSh
             "measures."
         )
     found, num_outside = _layer_of_each_kind(config)
-    experts = _experts_of(config, next(iter(found.values())), adapts_experts)
+    experts = _experts_of(config, next(iter(found.values())), lora_parameters)
     wide = text_config(config).model_type in WIDE_NORMS
     shapes = {
         is_recurrent: _shape_of_layer(
@@ -265,20 +263,27 @@ def _known_instead_of(facts: ModelFacts, recurrent_kind: str) -> str:
     return "layers that are alike"
 
 
-def _experts_of(config: Any, layer: Any, names_them: bool) -> ExpertShape | None:
+def _experts_of(config: Any, layer: Any, named: Collection[str]) -> ExpertShape | None:
     if not ModelFacts.of(config).are_counted:
         return None
     config = text_config(config)
     num_experts, _, width = layer.mlp.experts.down_proj.shape
     shared = getattr(layer.mlp, "shared_expert", None)
+    is_fused = config.model_type in FUSED_IN_FILES
     return ExpertShape(
         num_experts=num_experts,
         num_chosen=config.num_experts_per_tok,
         width=width,
         has_wide_weights=config.model_type in WIDE_ROUTERS,
         shared_width=0 if shared is None else shared.down_proj.in_features,
-        gate_up_ranks=int(names_them) if config.model_type in FUSED_IN_FILES else 2,
+        gate_up_ranks=int(_is_named("gate_up_proj", named)) if is_fused else 2,
+        down_ranks=int(_is_named("down_proj", named)) if is_fused else 1,
     )
+
+
+def _is_named(weight: str, named: Collection[str]) -> bool:
+    """Says whether a weight of experts is one of those, as PEFT finds them."""
+    return any(f".layers.0.mlp.experts.{weight}".endswith(f".{name}") for name in named)
 
 
 def _shape_of_layer(
@@ -297,10 +302,10 @@ def _shape_of_layer(
         linear.append(router)
         gate_up, down = layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj
         expert_weights = gate_up.numel() + down.numel()
-        if experts.are_adapted:
-            gate_up_sides = experts.gate_up_ranks * sum(gate_up.shape[1:])
-            expert_sides = len(down) * (gate_up_sides + sum(down.shape[1:]))
-            sides += expert_sides + (sum(router.shape) if experts.gate_up_ranks > 1 else 0)
+        sides_of_one = experts.gate_up_ranks * sum(gate_up.shape[1:])
+        sides_of_one += experts.down_ranks * sum(down.shape[1:])
+        expert_sides = len(down) * sides_of_one
+        sides += expert_sides + (sum(router.shape) if experts.gate_up_ranks > 1 else 0)
     named = layer.named_modules()
     norms = [key for key, part in named if "norm" in type(part).__name__.lower()]
     head_norms = [key for key in norms if key.endswith(HEAD_NORMS)]

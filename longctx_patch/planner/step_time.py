@@ -222,8 +222,9 @@ def _experts_bytes(job: Job, experts: ExpertShape) -> float:
     tokens are brought together, gated, weighted, brought back and summed up. The result of an
     expert for all tokens is weighed and added."""
     hidden, inner = job.shape.hidden_size, experts.width
-    has_adapter = job.lora and experts.are_adapted
-    summed = 2 * (hidden + 2 * inner) if has_adapter else 0  # results of a product, its adapter's
+    # Results of a product and its adapter's.
+    adapted = hidden * bool(experts.down_ranks) + 2 * inner * bool(experts.gate_up_ranks)
+    summed = 2 * adapted if job.lora else 0
     numbers = 7 * hidden + 5 * inner + summed
     moved = BF16 * experts.num_chosen * numbers + 10 * experts.num_experts
     if experts.shared_width:

@@ -27,7 +27,7 @@ def whole_model(config: Any) -> Any:
 def assert_counts_are_of(config: Any, *targets: str) -> None:
     """`targets`: weights that the adapter names beside all linear layers."""
     model = whole_model(config)
-    shape = shape_of(config, "some", adapts_experts=bool(targets))
+    shape = shape_of(config, "some", lora_parameters=targets)
     layers = list(model.get_decoder().layers)
     assert shape.num_weights == sum(weight.numel() for weight in model.parameters())
     assert shape.num_layers == len(layers)
@@ -62,9 +62,11 @@ def test_counts_are_those_of_the_model(family: str) -> None:
     assert_counts_are_of(featured_config(family, **few))
 
 
-def test_experts_that_an_adapter_names_count() -> None:
-    config = featured_config("qwen3_5_moe_text")
-    assert_counts_are_of(config, "experts.gate_up_proj", "experts.down_proj")
+@pytest.mark.parametrize(
+    "targets", [("experts.gate_up_proj", "down_proj"), ("mlp.experts.down_proj",)]
+)
+def test_experts_that_an_adapter_names_count(targets: tuple[str, ...]) -> None:
+    assert_counts_are_of(featured_config("qwen3_5_moe_text"), *targets)
 
 
 def test_a_token_goes_through_some_experts() -> None:

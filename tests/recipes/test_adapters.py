@@ -11,6 +11,8 @@ from longctx_patch.recipes import models
 from tests.hf.tiny import SUPPORTED, featured_model
 from tests.recipes.conftest import loaded, settings_of
 
+MLP = ("gate_proj", "up_proj", "down_proj")
+
 
 def saved(family: str, folder: Path) -> Path:
     featured_model(family).save_pretrained(folder)
@@ -42,33 +44,39 @@ def test_linear_layers_that_cant_have_an_adapter_have_none(family: str, left_out
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
-STACKED = ["experts.down_proj", "experts.gate_up_proj"]
+STACKED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+SHARED = [f"mlp.{which}{name}.weight" for which in ("", "shared_experts.") for name in MLP]
 
 
-def test_experts_that_an_adapter_leaves_out_are_said_and_can_be_named() -> None:
+@pytest.mark.parametrize(
+    ("family", "ends"), [("qwen3_5_moe_text", STACKED), ("deepseek_v3", SHARED)]
+)
+def test_what_an_adapter_leaves_out_is_said_and_can_be_named(family: str, ends: list[str]) -> None:
+    """Experts that are no linear layers; in families whose experts PEFT finds, the other MLPs."""
     said: list[str] = []
-    model = featured_model("qwen3_5_moe_text")
-    stacked = [w for name, w in model.named_parameters() if name.endswith(tuple(STACKED))]
+    model = featured_model(family)
+    left = [w for name, w in model.named_parameters() if name.endswith(tuple(ends))]
     models.add_lora(model, settings_of(), 0, said.append)
     (line,) = said
-    assert f"leaves {sum(weight.numel() for weight in stacked):,} weights of experts" in line
-    assert line.endswith(f"--lora-target-parameters {' '.join(reversed(STACKED))} adapts them too.")
+    assert f"leaves {sum(weight.numel() for weight in left):,} weights frozen" in line
+    assert line.endswith(f"--lora-target-parameters {' '.join(ends)} adapts them too.")
 
-    asked = settings_of(lora_target_parameters=STACKED)
-    adapted = models.add_lora(featured_model("qwen3_5_moe_text"), asked, 0, said.append)
-    trained = {name for name, weight in adapted.named_parameters() if weight.requires_grad}
-    assert sum(".experts." in name for name in trained) == 2 * len(stacked)
+    asked = settings_of(lora_target_parameters=ends)
+    models.add_lora(featured_model(family), asked, 0, said.append)
     models.add_lora(featured_model("qwen3_moe"), settings_of(), 0, said.append)
-    assert len(said) == 1, "PEFT finds those of Qwen3-MoE"
+    assert len(said) == 1
 
 
 def test_a_target_that_no_weight_has_is_refused() -> None:
     asked = settings_of(lora_target_parameters=["experts.gate_proj"])
     with pytest.raises(
-        ValueError, match=r"gate_proj: no .*experts\.down_proj, experts\.gate_up_proj\."
+        ValueError, match=r"gate_proj: no .*experts\.down_proj, mlp\.experts\.gate_up_proj\."
     ):
         models.add_lora(featured_model("qwen3_5_moe_text"), asked, 0)
     with pytest.raises(ValueError, match=r"in one tensor: none\."):
+        models.add_lora(featured_model("llama"), asked, 0)
+    asked = settings_of(lora_target_parameters=["q_proj.weight"])
+    with pytest.raises(ValueError, match=r"q_proj\.weight: PEFT refuses .* Leave out what lora_"):
         models.add_lora(featured_model("llama"), asked, 0)
     with pytest.raises(ValueError, match=r"lora_dropout=0\.1 with lora_target_parameters"):
         settings_of(lora_target_parameters=STACKED, lora_dropout=0.1)

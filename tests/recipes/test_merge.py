@@ -11,6 +11,7 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from longctx_patch.cli.merge_command import render
@@ -203,6 +204,74 @@ def test_an_adapter_over_4_bits_goes_into_the_weights_before_rounding(tmp_path: 
     expected = merged_by_peft(base, adapter).state_dict()
     for name, value in tensors_of(tmp_path / "out").items():
         assert torch.equal(value, expected[name])
+
+
+def without(path: Path, end: str) -> None:
+    """Take the tensors whose names end so out of a file."""
+    kept = {name: value for name, value in load_file(path).items() if not name.endswith(end)}
+    assert len(kept) < len(load_file(path))
+    save_file(kept, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("end", ["layers.1.mlp.experts.lora_B.weight", "q_proj.lora_A.weight"])
+def test_an_adapter_that_lacks_a_factor_is_refused(end: str, tmp_path: Path) -> None:
+    """peft would fill it with what lies in memory, or merge nothing."""
+    base = make_base(tmp_path / "base", "qwen3_moe")
+    adapter = make_adapter(tmp_path / "adapter", base, **ALL)
+    without(adapter / "adapter_model.safetensors", end)
+    with pytest.raises(ValueError, match=r"does not fit .*missing adapter keys .*--base"):
+        merge(adapter, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_with_nan_is_refused_and_what_overflows_leaves_nothing(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base")
+    path = make_adapter(tmp_path / "adapter", base, **V_PROJ) / "adapter_model.safetensors"
+    tensors = load_file(path)
+    last = max(tensors)
+    for value, message in ((torch.nan, "not finite"), (1e6, "beyond float16's range")):
+        save_file(tensors | {last: torch.full_like(tensors[last], value)}, path)
+        with pytest.raises(ValueError, match=message):
+            merge(path.parent, tmp_path / "out", dtype=torch.float16)
+        assert not any((tmp_path / "out").glob("*"))
+
+
+def test_weights_of_one_number_stay(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "apertus")
+    merge(make_adapter(tmp_path / "adapter", base, target_modules=["q_proj"]), tmp_path / "out")
+    old, new = tensors_of(base), tensors_of(tmp_path / "out")
+    changed = {name for name in old if not torch.equal(old[name], new[name])}
+    assert any(value.numel() == 1 for value in old.values())
+    assert {name.rsplit(".", 2)[-2] for name in changed} == {"q_proj"}
+
+
+def test_what_the_adapter_leaves_alone_may_be_of_any_kind(tmp_path: Path) -> None:
+    """A tensor of a dtype that is not read by rows, and weights that transformers splits."""
+    base = make_base(tmp_path / "base", "kimi_linear")
+    path = next(base.glob("*.safetensors"))
+    save_file(load_file(path) | {"more": torch.zeros(3, dtype=torch.int16)}, path, {"format": "pt"})
+    index = base / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["more"] = path.name
+    index.write_text(json.dumps(content))
+    adapter = make_adapter(tmp_path / "adapter", base, target_modules=[], target_parameters=STACKED)
+    merge(adapter, tmp_path / "out")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    for name, value in merged_by_peft(base, adapter).state_dict().items():
+        assert torch.equal(found[name], value), name
+
+
+def test_factors_of_single_experts_have_one_scale(tmp_path: Path) -> None:
+    """As transformers 4 had them; peft would take the scale of what it puts them into."""
+    base = make_base(tmp_path / "base", "qwen3_moe")
+    folder = make_adapter(tmp_path / "adapter", base, **V_PROJ, use_rslora=True)
+    path = folder / "adapter_model.safetensors"
+    name = "base_model.model.model.layers.0.mlp.experts.0.up_proj.lora_A.weight"
+    save_file(load_file(path) | {name: torch.zeros(4, 64)}, path)
+    with pytest.raises(
+        ValueError, match=r"use_rslora=True, and .*experts\.0\.up_proj.*another scale"
+    ):
+        merge(folder, tmp_path / "out")
 
 
 def test_what_is_not_covered_is_refused_by_name(tmp_path: Path) -> None:
