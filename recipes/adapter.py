@@ -6,6 +6,7 @@ tokens are what peft makes of them; a module gets real weights only while it is 
 """
 
 import dataclasses
+import re
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel
-from safetensors import safe_open
+from peft.utils import load_peft_weights
 from transformers import PreTrainedConfig
 
 from longctx_patch.families.stored_tensors import NeedsWholeReading, StoredTensor
@@ -176,15 +177,16 @@ def _without_numbers(config: PreTrainedConfig) -> Any:
 def _refuse_single_experts(folder: Path, adapter: LoraConfig) -> None:
     """Refuse factors of one expert each, as transformers 4 had them, where their scale is no single
     number: peft puts them together under the scale of what it puts them into."""
-    with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
-        keys = [key for key in file.keys() if ".experts." in key]  # noqa: SIM118  # it is no dict
     options = {
         name: value
         for name in ("use_rslora", "rank_pattern", "alpha_pattern")
         if (value := getattr(adapter, name))
     }
-    single = next((key for key in keys if key.split(".experts.")[1][0].isdigit()), None)
-    if single is not None and options:
+    if not options:
+        return
+    keys = load_peft_weights(str(folder), device="cpu")
+    single = next((key for key in keys if re.search(r"\.experts\.\d", key)), None)
+    if single is not None:
         said = ", ".join(f"{name}={value!r}" for name, value in options.items())
         raise ValueError(
             f"the adapter in {folder}: {said}, and {single}, of one expert: peft gives such "
