@@ -65,6 +65,8 @@ def load_adapter_config(folder: Path) -> LoraConfig:
 
 MISSING = "missing adapter keys"
 """What peft warns of where an adapter's file has less than its config says."""
+SINGLE = re.compile(r"\.experts\.\d")
+"""What the name of a single expert has, in a model whose experts are not one tensor."""
 
 
 class _Changed(NamedTuple):
@@ -91,7 +93,7 @@ class AdapterOverBase:
         fit this model or this checkpoint, or would untie weights.
         """
         model = _without_numbers(config)
-        if any("experts" in name for name, _ in model.named_modules()):
+        if not any(SINGLE.search(name) for name, _ in model.named_modules()):
             _refuse_single_experts(folder, adapter)
         self._nothing = _stand_in(model)
         loaded = _loaded(folder, adapter, model)
@@ -185,7 +187,7 @@ def _refuse_single_experts(folder: Path, adapter: LoraConfig) -> None:
     if not options:
         return
     keys = load_peft_weights(str(folder), device="cpu")
-    single = next((key for key in keys if re.search(r"\.experts\.\d", key)), None)
+    single = next((key for key in keys if SINGLE.search(key)), None)
     if single is not None:
         said = ", ".join(f"{name}={value!r}" for name, value in options.items())
         raise ValueError(
