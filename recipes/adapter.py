@@ -10,11 +10,13 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel
 from peft.utils import load_peft_weights
+from safetensors import SafetensorError
 from transformers import PreTrainedConfig
 
 from longctx_patch.families.stored_tensors import NeedsWholeReading, StoredTensor
@@ -179,25 +181,34 @@ def _without_numbers(config: PreTrainedConfig) -> Any:
 def _refuse_single_experts(folder: Path, adapter: LoraConfig) -> None:
     """Refuse factors of one expert each, as transformers 4 had them, where their scale is no single
     number: peft puts them together under the scale of what it puts them into."""
-    options = {
-        name: value
-        for name in ("use_rslora", "rank_pattern", "alpha_pattern")
-        if (value := getattr(adapter, name))
-    }
-    if not options:
+    patterns = [*adapter.rank_pattern, *adapter.alpha_pattern]
+    if not (adapter.use_rslora or patterns):
         return
-    keys = load_peft_weights(str(folder), device="cpu")
-    single = next((key for key in keys if SINGLE.search(key)), None)
-    if single is not None:
-        said = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    for key in filter(SINGLE.search, _stored(folder)):
+        name = key.partition(".lora_")[0]
+        own = next((each for each in patterns if re.match(rf"(.*\.)?({each})$", name)), None)
+        if adapter.use_rslora or own:
+            raise ValueError(
+                f"the adapter in {folder}: {key} is of one expert, with "
+                f"{'use_rslora' if adapter.use_rslora else f'a pattern {own!r}'}: peft gives such "
+                "factors another scale. Merge with the transformers 4 that trained it."
+            )
+
+
+def _stored(folder: Path) -> dict[str, torch.Tensor]:
+    try:
+        found: dict[str, torch.Tensor] = load_peft_weights(str(folder), device="cpu")
+    except (OSError, SafetensorError, UnpicklingError, ValueError) as error:
         raise ValueError(
-            f"the adapter in {folder}: {said}, and {single}, of one expert: peft gives such "
-            "factors another scale. Merge with the transformers 4 that trained it."
-        )
+            f"the adapter in {folder} has no whole file of weights ({error}). Copy it again, or "
+            "take another checkpoint-N."
+        ) from error
+    return found
 
 
 def _loaded(folder: Path, adapter: LoraConfig, model: torch.nn.Module) -> Any:
     """The model with the adapter that is in `folder`, whole."""
+    stored, advice = _stored(folder), "Give the base that it was trained over, with --base."
     try:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")  # not shown: of names that peft or transformers moved
@@ -205,12 +216,14 @@ def _loaded(folder: Path, adapter: LoraConfig, model: torch.nn.Module) -> Any:
                 model, str(folder), config=adapter, low_cpu_mem_usage=True, torch_device="cpu"
             )
         said = next((str(each.message) for each in told if MISSING in str(each.message)), None)
+        missing = re.findall(r"'([^']+)'", said or "")
+        if missing and missing[0].replace(".default", "") in stored:
+            advice = "Its file has them: peft can't load them into a model of this type."
     except (RuntimeError, ValueError, KeyError) as error:
         said = " ".join(map(str.strip, str(error).splitlines()[:2]))
     if said is not None:
         raise ValueError(
-            f"the adapter in {folder} does not fit its base model: {said[:400]} Give the base that "
-            "it was trained over, with --base."
+            f"the adapter in {folder} does not fit its base model: {said[:400]} {advice}"
         )
     for name, value in loaded.named_parameters():
         if "lora_" in name and not value.isfinite().all():

@@ -115,16 +115,16 @@ def merge(
     out.mkdir(parents=True, exist_ok=True)
     try:
         sizes = _write_weights(over, owners, source, tensors, files, out, dtype)
+        if (source / INDEX).is_file():
+            content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}
+            (out / INDEX).write_text(json.dumps(content, indent=2), encoding="utf-8")
+        _copy_beside(adapter_folder, source, out)
+        config.dtype = dtype or base_config.dtype or config.dtype
+        write_config(config, out)  # last: without it, a folder left by a kill does not load
     except BaseException:
-        for name in {*files.values()}:  # half a model is of no use, and would be in the way
-            (out / name).unlink(missing_ok=True)
+        for path in filter(Path.is_file, list(out.rglob("*"))):
+            path.unlink()  # half a model is of no use, and would be in the way; `out` was empty
         raise
-    if (source / INDEX).is_file():
-        content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}
-        (out / INDEX).write_text(json.dumps(content, indent=2), encoding="utf-8")
-    _copy_beside(adapter_folder, source, out)
-    config.dtype = dtype or base_config.dtype or config.dtype
-    write_config(config, out)  # last: without it, a folder left by a kill does not load
     return Merged(
         folder=out,
         base=name,
@@ -219,6 +219,7 @@ def _write_weights(
                 value = file.get_tensor(name)
                 wanted = dtype if dtype and value.is_floating_point() else value.dtype
                 written[name] = _rounded(name, value, wanted)
+            (out / file_name).parent.mkdir(parents=True, exist_ok=True)
             save_file(written, out / file_name, metadata={"format": "pt"})
         sizes[file_name] = sum(value.nbytes for value in written.values())
     return sizes

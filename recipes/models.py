@@ -268,6 +268,7 @@ def add_lora(
             f"lora_targets {', '.join(unknown)}: the model has no such linear layers. "
             f"It has {', '.join(sorted(linear))}; all-linear takes all but the last."
         )
+    head, excluded = model.get_output_embeddings(), _without_adapter(model)
     adapter = LoraConfig(
         task_type=TaskType.CAUSAL_LM,
         r=settings.lora_rank,
@@ -275,7 +276,7 @@ def add_lora(
         lora_dropout=settings.lora_dropout,
         target_modules="all-linear" if everything else settings.lora_targets,
         target_parameters=settings.lora_target_parameters or None,
-        exclude_modules=(everything and sorted(_without_adapter(model))) or None,
+        exclude_modules=(everything and sorted(excluded)) or None,
         **adapter_options(model, settings.also_train, settings.lora_targets),
     )
     try:
@@ -288,7 +289,7 @@ def add_lora(
             "lora_targets or also_train has already, and what has neither 2 nor 3 dimensions."
         ) from error
     prepare_copies(adapted, ties=adapter.ensure_weight_tying)
-    if everything and (left := _left_out(adapted, _without_adapter(model))):
+    if everything and (left := _left_out(adapted, head, excluded)):
         say(
             f"The adapter leaves {sum(left.values()):,} weights frozen that PEFT's all-linear does "
             f"not reach. --lora-target-parameters {' '.join(left)} adapts them too."
@@ -320,7 +321,7 @@ def _stacked(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
                 yield f"{name}.{end}", weight
 
 
-def _left_out(adapted: Any, excluded: Container[str]) -> dict[str, int]:
+def _left_out(adapted: Any, head: Any, excluded: Container[str]) -> dict[str, int]:
     """Returns how many weights of experts and linear layers have no adapter, by the ends of their
     names; the head's and those of modules that are `excluded` by name are not looked at."""
     from peft.tuners.lora.layer import LoraLayer, ParamWrapper
@@ -330,16 +331,17 @@ def _left_out(adapted: Any, excluded: Container[str]) -> dict[str, int]:
         id(each.get_param() if isinstance(each, ParamWrapper) else each.get_base_layer().weight)
         for each in layers
     }
-    linear = (
-        (f"{name}.weight", module.weight)
+    found = [(name, weight, weight.numel()) for name, weight in _stacked(adapted)]
+    found += [
+        (f"{name}.weight", module.weight, module.in_features * module.out_features)  # of 4 bits too
         for name, module in adapted.named_modules()
-        if isinstance(module, torch.nn.Linear) and module is not adapted.get_output_embeddings()
-    )
+        if isinstance(module, torch.nn.Linear) and module is not head
+    ]
     left: dict[str, int] = {}
-    for name, weight in (*_stacked(adapted), *linear):
+    for name, weight, number in found:
         is_frozen = not weight.requires_grad and id(weight) not in has_adapter
         if is_frozen and name.rsplit(".", 2)[-2] not in excluded:
-            left[_within_layer(name)] = left.get(_within_layer(name), 0) + weight.numel()
+            left[_within_layer(name)] = left.get(_within_layer(name), 0) + number
     return left
 
 

@@ -64,6 +64,8 @@ def test_what_an_adapter_leaves_out_is_said_and_can_be_named(family: str, ends: 
     asked = settings_of(lora_target_parameters=ends)
     models.add_lora(featured_model(family), asked, 0, said.append)
     models.add_lora(featured_model("qwen3_moe"), settings_of(), 0, said.append)
+    tied = featured_model("llama", tie_word_embeddings=True)
+    models.add_lora(tied, settings_of(also_train=["embeddings"]), 0, said.append)
     assert len(said) == 1
 
 

@@ -268,9 +268,7 @@ def test_factors_of_single_experts_have_one_scale(tmp_path: Path) -> None:
     path = folder / "adapter_model.safetensors"
     name = "base_model.model.model.layers.0.mlp.experts.0.up_proj.lora_A.weight"
     save_file(load_file(path) | {name: torch.zeros(4, 64)}, path)
-    with pytest.raises(
-        ValueError, match=r"use_rslora=True, and .*experts\.0\.up_proj.*another scale"
-    ):
+    with pytest.raises(ValueError, match=r"experts\.0\.up_proj.* with use_rslora: .*another scale"):
         merge(folder, tmp_path / "out")
 
 
