@@ -331,14 +331,14 @@ def _left_out(adapted: Any, head: Any, excluded: Container[str]) -> dict[str, in
         id(each.get_param() if isinstance(each, ParamWrapper) else each.get_base_layer().weight)
         for each in layers
     }
-    found = [(name, weight, weight.numel()) for name, weight in _stacked(adapted)]
-    found += [
+    stacked = [(name, weight, weight.numel()) for name, weight in _stacked(adapted)]
+    linear = [
         (f"{name}.weight", module.weight, module.in_features * module.out_features)  # of 4 bits too
         for name, module in adapted.named_modules()
         if isinstance(module, torch.nn.Linear) and module is not head
     ]
     left: dict[str, int] = {}
-    for name, weight, number in found:
+    for name, weight, number in (*stacked, *linear):
         is_frozen = not weight.requires_grad and id(weight) not in has_adapter
         if is_frozen and name.rsplit(".", 2)[-2] not in excluded:
             left[_within_layer(name)] = left.get(_within_layer(name), 0) + number
