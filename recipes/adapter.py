@@ -8,7 +8,7 @@ tokens are what peft makes of them; a module gets real weights only while it is 
 import dataclasses
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, NamedTuple
@@ -95,10 +95,11 @@ class AdapterOverBase:
         fit this model or this checkpoint, or would untie weights.
         """
         model = _without_numbers(config)
+        stored = _names_in(folder)
         if not any(SINGLE.search(name) for name, _ in model.named_modules()):
-            _refuse_single_experts(folder, adapter)
+            _refuse_single_experts(folder, adapter, stored)
         self._nothing = _stand_in(model)
-        loaded = _loaded(folder, adapter, model)
+        loaded = _loaded(folder, adapter, model, stored)
         self._model = loaded.base_model.model
         self._wrappers = dict(_outermost(self._model))
         if config.tie_word_embeddings:
@@ -178,13 +179,11 @@ def _without_numbers(config: PreTrainedConfig) -> Any:
         return auto_class(config).from_config(config)
 
 
-def _refuse_single_experts(folder: Path, adapter: LoraConfig) -> None:
+def _refuse_single_experts(folder: Path, adapter: LoraConfig, stored: Iterable[str]) -> None:
     """Refuse factors of one expert each, as transformers 4 had them, where their scale is no single
     number: peft puts them together under the scale of what it puts them into."""
     patterns = [*adapter.rank_pattern, *adapter.alpha_pattern]
-    if not (adapter.use_rslora or patterns):
-        return
-    for key in filter(SINGLE.search, _stored(folder)):
+    for key in filter(SINGLE.search, stored):
         name = key.partition(".lora_")[0]
         own = next((each for each in patterns if re.match(rf"(.*\.)?({each})$", name)), None)
         if adapter.use_rslora or own:
@@ -195,20 +194,22 @@ def _refuse_single_experts(folder: Path, adapter: LoraConfig) -> None:
             )
 
 
-def _stored(folder: Path) -> dict[str, torch.Tensor]:
+def _names_in(folder: Path) -> list[str]:
+    """The names of the adapter's tensors. Raises ValueError where its file can't be read."""
     try:
-        found: dict[str, torch.Tensor] = load_peft_weights(str(folder), device="cpu")
+        return [*load_peft_weights(str(folder), device="cpu")]
     except (OSError, SafetensorError, UnpicklingError, ValueError) as error:
         raise ValueError(
             f"the adapter in {folder} has no whole file of weights ({error}). Copy it again, or "
             "take another checkpoint-N."
         ) from error
-    return found
 
 
-def _loaded(folder: Path, adapter: LoraConfig, model: torch.nn.Module) -> Any:
+def _loaded(
+    folder: Path, adapter: LoraConfig, model: torch.nn.Module, stored: Collection[str]
+) -> Any:
     """The model with the adapter that is in `folder`, whole."""
-    stored, advice = _stored(folder), "Give the base that it was trained over, with --base."
+    advice = "Give the base that it was trained over, with --base."
     try:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")  # not shown: of names that peft or transformers moved

@@ -246,7 +246,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfi
 def add_lora(
     model: PreTrainedModel, settings: Settings, seed: int, say: Callable[[str], object] = print
 ) -> Any:
-    """Wrap `model` into a peft model with a fresh adapter, and `say` which experts it leaves out.
+    """Wrap `model` into a peft model with a fresh adapter, and `say` what it leaves out.
 
     The adapter is that of the seed, however many random numbers loading has drawn: it draws
     others where each process reads its own rows. Raises ValueError for a target that matches no

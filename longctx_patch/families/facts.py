@@ -15,7 +15,7 @@ RECURRENT = frozenset({DELTA_NET, "mamba", "conv", "hybrid"})
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 COUNTED_EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "qwen3_5_moe_text")
-"""Families whose experts are all there is of a layer's MLP."""
+"""Families whose experts the planner counts, with the one for all tokens if there is one."""
 _VARYING = ("num_kv_shared_layers", "hidden_size_per_layer_input")
 
 

@@ -179,7 +179,7 @@ def _named(
 ) -> tuple[dict[str, StoredWeight], dict[str, StoredTensor]]:
     """(what belongs to each name of the model, what belongs to none by the name it would have).
 
-    Of weights that are made of several tensors, those of `names` alone, if there are any.
+    Weights that are made of several tensors are left out unless they are in `names`, if given.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from longctx_patch.cli.merge_command import render
 from longctx_patch.recipes.merge import find_adapter, merge
 from longctx_patch.recipes.models import byte_tokenizer
-from tests.hf.tiny import VOCABULARY, tiny_config
+from tests.hf.tiny import SUPPORTED, VOCABULARY, tiny_config
 from tests.launching import start_forked
 from tests.recipes.conftest import Start
 
@@ -234,6 +234,76 @@ def test_an_adapter_with_nan_is_refused_and_what_overflows_leaves_nothing(tmp_pa
         with pytest.raises(ValueError, match=message):
             merge(path.parent, tmp_path / "out", dtype=torch.float16)
         assert not any((tmp_path / "out").glob("*"))
+
+
+def test_an_adapter_file_that_is_cut_short_is_refused(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base")
+    path = make_adapter(tmp_path / "adapter", base, **V_PROJ) / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(ValueError, match=r"no whole file of weights .* Copy it again"):
+        merge(path.parent, tmp_path / "out")
+
+
+def test_a_base_that_lacks_an_expert_is_refused(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "qwen3_moe")
+    adapter = make_adapter(tmp_path / "adapter", base, **ALL)
+    whole = tensors_of(base)
+    del whole["model.layers.1.mlp.experts.3.down_proj.weight"]
+    for path in base.glob("*.safetensors*"):
+        path.unlink()
+    save_file(whole, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"down_proj\.weight makes .*\[3, 64, 32\], by the base's"):
+        merge(adapter, tmp_path / "out", base=str(base))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "message"),
+    [
+        ("lara_mini", "all-linear", "converted by .*Split.*merge_and_unload"),
+        ("laguna", "all-linear", "Its file has them: peft can't load them"),
+    ],
+)
+def test_what_peft_or_transformers_moves_in_other_ways_is_refused(
+    family: str, targets: str, message: str, tmp_path: Path
+) -> None:
+    if family not in SUPPORTED:
+        pytest.skip(f"the installed transformers has no {family}")
+    base = make_base(tmp_path / "base", family)
+    adapter = make_adapter(tmp_path / "adapter", base, target_modules=targets)
+    with pytest.raises(ValueError, match=message):
+        merge(adapter, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_tied_embeddings_ask_for_no_conversion_of_other_weights(tmp_path: Path) -> None:
+    if "lara_mini" not in SUPPORTED:
+        pytest.skip("the installed transformers has no lara_mini")
+    base = make_base(tmp_path / "base", "lara_mini", tie_word_embeddings=True)
+    options = {"target_modules": ["o_proj"], "trainable_token_indices": [3, 5]}
+    adapter = make_adapter(tmp_path / "adapter", base, **options)
+    merge(adapter, tmp_path / "out")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    wanted = merged_by_peft(base, adapter).state_dict()
+    assert torch.equal(found["model.embed_tokens.weight"], wanted["model.embed_tokens.weight"])
+
+
+def test_a_failure_at_the_end_leaves_nothing_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = make_base(tmp_path / "base")
+    adapter = make_adapter(tmp_path / "adapter", base, **V_PROJ)
+
+    def fails(*_: Any) -> None:
+        assert (tmp_path / "out/model.safetensors.index.json").is_file()
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("longctx_patch.recipes.merge.write_config", fails)
+        with pytest.raises(OSError, match="no space"):
+            merge(adapter, tmp_path / "out")
+    assert not any((tmp_path / "out").iterdir())
+    assert merge(adapter, tmp_path / "out").num_changed == 2
 
 
 def test_weights_of_one_number_stay(tmp_path: Path) -> None:
